@@ -1,0 +1,13 @@
+"""The one exception for wrong input: a line that says what is wrong and how to mend it."""
+
+
+class InputError(ValueError):
+    """The user's input is wrong. The message is one line; the command line prints it and exits with 2."""
+
+
+class UnsupportedModelError(InputError):
+    """The model breaks an assumption of the patching engine; the message names the family and the assumption."""
+
+
+class ProbeNotSolvedError(InputError):
+    """Too few pairs of a probe are answered by the model for its scores to mean anything."""

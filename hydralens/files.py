@@ -1,0 +1,53 @@
+"""Files are written whole or not at all: a temporary file beside the target, then a rename."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydralens.errors import InputError
+
+
+def write_atomically(path: str | Path, write: Callable[[Path], None]) -> Path:
+    """Call ``write(temporary_path)`` and rename the result to ``path``; on any failure nothing is left behind.
+
+    The temporary file has the target's suffix, lies in the target's folder (so that the rename cannot cross a file
+    system) and is removed on every exception, ``KeyboardInterrupt`` included.
+
+    Raises:
+        InputError: the folder cannot be written or the disk is full.
+    """
+    path = Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+        os.close(handle)
+        temporary = Path(name)
+        write(temporary)
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose a writable folder with free space") from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write ``text`` as UTF-8, whole or not at all."""
+    return write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: str | Path, value: Any) -> Path:
+    """Write ``value`` as indented JSON ending in a newline, whole or not at all."""
+    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,7 @@
+"""Opening a model and knowing its anatomy."""
+
+from hydralens.models.anatomy import Anatomy, Layer
+from hydralens.models.info import ModelInfo
+from hydralens.models.lens import LensModel
+
+__all__ = ["Anatomy", "Layer", "LensModel", "ModelInfo"]
