@@ -92,7 +92,18 @@ class Anatomy:
     def logits(self, residual: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
         """Logits in at least float32."""
         logits = self.unembed(self.final_norm(residual))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self._cap(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+    def logits_of(self, residual: Float[Tensor, "row n d_model"], tokens: Int[Tensor, "n token"]) -> Float[Tensor, "row n token"]:
+        """Logits of the given tokens at each position only, multiplied in at least float32."""
+        x = self.final_norm(residual)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        logits = torch.einsum("rnd,ntd->rnt", x, self.unembed.weight[tokens].to(x.dtype))
+        if self.unembed.bias is not None:
+            logits = logits + self.unembed.bias[tokens]
+        return self._cap(logits)
+
+    def _cap(self, logits: Tensor) -> Tensor:
         return torch.tanh(logits / self.final_softcap) * self.final_softcap if self.final_softcap else logits
 
 
@@ -128,6 +139,17 @@ REFUSED = {
 }
 
 
+def check_family(family: str) -> None:
+    """Refuse a family that the engine cannot work with; ``family`` is a config's ``model_type``, so this needs no weights.
+
+    Raises:
+        UnsupportedModelError: names the family and the assumption that it breaks.
+    """
+    if family not in SUPPORTED:
+        reason = REFUSED.get(family, "this family has not been checked against the engine")
+        raise UnsupportedModelError(f"model family {family!r} is not supported: {reason}; supported: {', '.join(SUPPORTED)}")
+
+
 def read_anatomy(hf: PreTrainedModel) -> Anatomy:
     """Find and check every site of ``hf``.
 
@@ -136,9 +158,7 @@ def read_anatomy(hf: PreTrainedModel) -> Anatomy:
             the config does not explain.
     """
     family = hf.config.model_type
-    if family not in SUPPORTED:
-        reason = REFUSED.get(family, "this family has not been checked against the engine")
-        raise UnsupportedModelError(f"model family {family!r} ({type(hf).__name__}) is not supported: {reason}; supported: {', '.join(SUPPORTED)}")
+    check_family(family)
     if hf.get_output_embeddings() is None or not hasattr(hf, "lm_head"):
         raise UnsupportedModelError(f"{type(hf).__name__} has no language-model head; open it as a ...ForCausalLM model")
     anatomy = _gpt2(hf) if family == "gpt2" else _llama_like(hf)

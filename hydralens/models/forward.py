@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,85 +33,96 @@ def attend(
 
     With ``window`` a query sees itself, the ``window - 1`` positions before it and the first ``sinks`` positions.
     """
-    n_prefix, n_new = (0 if prefix is None else prefix[0].shape[2]), q.shape[2]
+    n_new, n_prefix = q.shape[2], 0 if prefix is None else prefix[0].shape[2]
     if window is not None and n_prefix + n_new <= window:
         window = None
     if n_prefix == 0 and softcap is None and window is None:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)
-    keys_seen = n_prefix + n_new if window is None else min(n_prefix + n_new, window + sinks + n_new)
-    queries = max(1, min(n_new, 512, SCORES_AT_ONCE // (q.shape[1] * keys_seen)))
-    rows = max(1, SCORES_AT_ONCE // (q.shape[1] * keys_seen * queries))
-    blocks = []
+    n_keys = n_prefix + n_new if window is None else min(n_prefix + n_new, window + sinks + n_new)
+    # A few queries a row: all rows' queries meet the one prefix in one product. Many: fused attention on keys copied to each row.
+    block = _attend_folded if softcap is not None or n_new < 16 else _attend_fused
+    queries = max(1, min(n_new, 512, SCORES_AT_ONCE // (q.shape[1] * n_keys)))
+    rows = max(1, SCORES_AT_ONCE // (q.shape[1] * n_keys * queries))
+    out = torch.empty(q.shape[0], n_new, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
     for row in range(0, q.shape[0], rows):
-        own = [x[row : row + rows] for x in (q, k, v)]
-        blocks.append(torch.cat([_attend_block(*own, start, min(start + queries, n_new), scale, softcap, window, sinks, prefix) for start in range(0, n_new, queries)], 1))
-    return torch.cat(blocks)
+        own_q, own_k, own_v = (x[row : row + rows] for x in (q, k, v))
+        for start in range(0, n_new, queries):
+            stop = min(start + queries, n_new)
+            prefix_keys, new_keys, visible = _visible(n_prefix, start, stop, window, sinks, q.device)
+            old_k, old_v = (None, None) if prefix is None else (_take(x, prefix_keys) for x in prefix)
+            out[row : row + rows, start:stop] = block(
+                own_q[:, :, start:stop], _take(own_k, new_keys), _take(own_v, new_keys), old_k, old_v, visible, scale, softcap
+            )
+    return out
 
 
-def _attend_block(q, k, v, start, stop, scale, softcap, window, sinks, prefix) -> Tensor:
-    """Attention of queries ``start:stop`` of the new positions; explicit softmax over prefix and new keys together."""
-    n_rows, n_heads, _, head_dim = q.shape
-    n_kv = k.shape[1]
-    n_prefix = 0 if prefix is None else prefix[0].shape[2]
-    device = q.device
-    query_positions = torch.arange(n_prefix + start, n_prefix + stop, device=device)
+def _visible(
+    n_prefix: int, start: int, stop: int, window: int | None, sinks: int, device: torch.device
+) -> tuple[Int[Tensor, "old"], Int[Tensor, "new"], Bool[Tensor, "query key"]]:
+    """Which keys a block of queries needs, as indices into prefix and new positions, and which of them each query sees."""
+    queries = torch.arange(n_prefix + start, n_prefix + stop, device=device)
     first = 0 if window is None else max(0, n_prefix + start - window + 1)
-    sink_keys = torch.arange(min(sinks, first), device=device)
-    prefix_keys = torch.cat((sink_keys[sink_keys < n_prefix], torch.arange(min(first, n_prefix), n_prefix, device=device)))
-    new_keys = torch.cat((sink_keys[sink_keys >= n_prefix], torch.arange(max(first, n_prefix), n_prefix + stop, device=device)))
-
-    grouped = q[:, :, start:stop].reshape(n_rows, n_kv, -1, head_dim)  # [row, kv_head, group * query, d_head]
-    parts, values = [], []
-    if len(prefix_keys):
-        whole = len(prefix_keys) == n_prefix
-        prefix_k, prefix_v = prefix if whole else (x[:, :, prefix_keys] for x in prefix)
-        # All rows read the same prefix, so rows join the query axis of one product per KV head.
-        folded = grouped.transpose(0, 1).reshape(1, n_kv, -1, head_dim)
-        scores = (folded @ prefix_k.transpose(-1, -2)).reshape(n_kv, n_rows, grouped.shape[2], -1).transpose(0, 1)
-        parts.append(scores)
-    new = new_keys - n_prefix
-    contiguous = len(new) == stop
-    new_k, new_v = (k[:, :, :stop], v[:, :, :stop]) if contiguous else (k[:, :, new], v[:, :, new])
-    parts.append(grouped @ new_k.transpose(-1, -2))
-
-    key_positions = torch.cat((prefix_keys, new_keys))
-    hidden = key_positions > query_positions[:, None]
+    keys = torch.cat((torch.arange(min(sinks, first), device=device), torch.arange(first, n_prefix + stop, device=device)))
+    visible = keys <= queries[:, None]
     if window is not None:
-        hidden |= (key_positions <= query_positions[:, None] - window) & (key_positions >= sinks)
-    scores = torch.cat(parts, -1).float() if q.dtype in (torch.float16, torch.bfloat16) else torch.cat(parts, -1)
-    scores = scores * scale
+        visible &= (keys > queries[:, None] - window) | (keys < sinks)
+    return keys[keys < n_prefix], keys[keys >= n_prefix] - n_prefix, visible
+
+
+def _take(x: Float[Tensor, "row kv_head pos d_head"], keys: Int[Tensor, "key"]) -> Float[Tensor, "row kv_head key d_head"]:
+    """The given positions; a view where they are all from the start."""
+    return x[:, :, : len(keys)] if len(keys) == 0 or int(keys[-1]) == len(keys) - 1 else x[:, :, keys]
+
+
+def _attend_fused(q, k, v, old_k, old_v, visible, scale, softcap) -> Tensor:
+    if old_k is not None:
+        k, v = (torch.cat((old.expand(len(q), -1, -1, -1), new), 2) for old, new in ((old_k, k), (old_v, v)))
+    if q.is_cuda and q.shape[1] != k.shape[1]:  # with a mask and grouped keys, CUDA would fall back to the unfused kernel
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def _attend_folded(q, k, v, old_k, old_v, visible, scale, softcap) -> Tensor:
+    n_rows, n_heads, n_queries, d_head = q.shape
+    n_kv, n_old = k.shape[1], 0 if old_k is None else old_k.shape[2]
+    grouped = q.reshape(n_rows, n_kv, -1, d_head)  # [row, kv_head, group * query, d_head]
+    scores = grouped @ k.transpose(-1, -2)
+    if n_old:
+        folded = grouped.transpose(0, 1).reshape(n_kv, -1, d_head) @ old_k[0].transpose(-1, -2)
+        scores = torch.cat((folded.reshape(n_kv, n_rows, -1, n_old).transpose(0, 1), scores), -1)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    pattern = scores.masked_fill(hidden.repeat(n_heads // n_kv, 1), float("-inf")).softmax(-1).to(q.dtype)
-    out = pattern[..., len(prefix_keys) :] @ new_v
-    if len(prefix_keys):
-        folded = pattern[..., : len(prefix_keys)].transpose(0, 1).reshape(1, n_kv, -1, len(prefix_keys))
-        out = out + (folded @ prefix_v).reshape(n_kv, n_rows, -1, head_dim).transpose(0, 1)
-    return out.reshape(n_rows, n_heads, stop - start, head_dim).transpose(1, 2)
+    pattern = scores.masked_fill(~visible.repeat(n_heads // n_kv, 1), float("-inf")).softmax(-1).to(q.dtype)
+    out = pattern[..., n_old:] @ v
+    if n_old:
+        folded = pattern[..., :n_old].transpose(0, 1).reshape(n_kv, -1, n_old) @ old_v[0]
+        out = out + folded.reshape(n_kv, n_rows, -1, d_head).transpose(0, 1)
+    return out.reshape(n_rows, n_heads, n_queries, d_head).transpose(1, 2)
 
 
 @dataclass(eq=False)
 class Trace:
-    """What a run leaves behind. Lists have one entry per layer; ``columns`` are the positions at which residual, z, q and writes are kept."""
+    """What a run leaves behind; lists have one entry per layer.
 
-    tokens: Int[Tensor, "batch pos"]
+    Residual, z, writes and q are kept at ``columns`` only, k and v at every position of the run. Columns count from the start
+    of the prompt, k and v from the end of the run's prefix.
+    """
+
     columns: Int[Tensor, "column"]
-    ropes: dict[str | None, Rope | None]
+    ropes: dict[str | None, Rope | None]  # of the columns
     residual: list[Float[Tensor, "batch column d_model"]] = field(default_factory=list)  # entering each layer
     z: list[Float[Tensor, "batch column head d_head"]] = field(default_factory=list)
-    written: list[Float[Tensor, "batch column d_model"]] = field(default_factory=list)  # attention's addition to the residual stream
+    written: list[Float[Tensor, "batch column d_model"]] = field(default_factory=list)  # what attention adds to the residual stream
     q: list[Float[Tensor, "batch head column d_head"]] = field(default_factory=list)
-    k: list[Float[Tensor, "batch kv_head pos d_head"]] = field(default_factory=list)  # all positions
+    k: list[Float[Tensor, "batch kv_head pos d_head"]] = field(default_factory=list)
     v: list[Float[Tensor, "batch kv_head pos d_head"]] = field(default_factory=list)
-    final: Float[Tensor, "batch column d_model"] | None = None  # residual stream after the last layer
-
-    def rope(self, kind: str | None) -> Rope | None:
-        """The rotary table of the kept columns."""
-        table = self.ropes[kind]
-        return None if table is None else tuple(x[:, self.columns] for x in table)
+    final: Float[Tensor, "batch column d_model"] | None = None  # after the last layer
 
 
+# Attention of one layer: (layer, q, k, v) -> z, with q [batch, head, pos, d_head] and z [batch, pos, head, d_head].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -120,32 +131,38 @@ def trace(
     tokens: Int[Tensor, "batch pos"],
     columns: Int[Tensor, "column"],
     keep: Collection[str] = (),
+    *,
+    prefix: Trace | None = None,
     attention: Attention | None = None,
+    start: tuple[int, Float[Tensor, "batch pos d_model"]] | None = None,
 ) -> Trace:
     """Run unpadded prompts of equal length and keep the named sites at ``columns``.
 
     Args:
-        keep: any of ``residual``, ``z``, ``written``, ``q``, ``k``, ``v`` (k and v are kept at all positions).
-        attention: replaces the attention of layer ``l``: ``attention(l, q, k, v) -> z [batch, pos, head, d_head]``.
+        keep: any of ``residual``, ``z``, ``written``, ``q``, ``k``, ``v``.
+        prefix: a run of batch 1 that kept k and v of the tokens before ``tokens``; all rows continue it.
+        attention: replaces the attention of layer ``l``: ``attention(l, q, k, v) -> z [batch, pos, head, d_head]``; not with ``prefix``.
+        start: a layer and the residual stream entering it, of a run that is equal up to there; earlier layers are skipped.
     """
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    residual = anatomy.embed(tokens, positions)
-    run = Trace(tokens, columns, anatomy.rope(residual, positions))
-    for index, layer in enumerate(anatomy.layers):
-        q, k, v = layer.project(residual, run.ropes[layer.rope_kind])
-        if attention is None:
-            z = attend(q, k, v, scale=layer.scale, softcap=layer.softcap, window=layer.window)
-        else:
+    n_before = 0 if prefix is None else prefix.k[0].shape[2]
+    positions = torch.arange(n_before, n_before + tokens.shape[1], device=tokens.device)
+    first, residual = start if start is not None else (0, anatomy.embed(tokens, positions))
+    ropes = anatomy.rope(residual, positions)
+    kept_at = columns - n_before
+    run = Trace(columns, {kind: rope and tuple(table[:, kept_at] for table in rope) for kind, rope in ropes.items()})
+    for index in range(first, anatomy.n_layers):
+        layer = anatomy.layers[index]
+        q, k, v = layer.project(residual, ropes[layer.rope_kind])
+        if attention is not None:
             z = attention(index, q, k, v)
+        else:
+            before = None if prefix is None else (prefix.k[index], prefix.v[index])
+            z = attend(q, k, v, scale=layer.scale, softcap=layer.softcap, window=layer.window, prefix=before)
         written = layer.write(z)
-        kept = {"residual": residual, "z": z, "written": written}
+        sites = {"residual": residual, "z": z, "written": written}
         for site in keep:
-            if site in kept:
-                getattr(run, site).append(kept[site][:, columns])
-            elif site == "q":
-                run.q.append(q[:, :, columns])
-            else:
-                getattr(run, site).append({"k": k, "v": v}[site])
+            kept = sites[site][:, kept_at] if site in sites else q[:, :, kept_at] if site == "q" else k if site == "k" else v
+            getattr(run, site).append(kept)
         residual = layer.feed(residual + written)
-    run.final = residual[:, columns]
+    run.final = residual[:, kept_at]
     return run

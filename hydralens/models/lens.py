@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hydralens.errors import InputError, UnsupportedModelError
 from hydralens.models.anatomy import Anatomy, read_anatomy
-from hydralens.models.forward import trace
+from hydralens.models.forward import Attention, trace
 from hydralens.models.info import ModelInfo
 
 
@@ -46,17 +46,21 @@ class LensModel:
 
     @torch.no_grad()
     def read_logits(
-        self, tokens: Int[Tensor, "pair pos"], attention_mask: Int[Tensor, "pair pos"], read_positions: Int[Tensor, "pair n"]
+        self,
+        tokens: Int[Tensor, "pair pos"],
+        attention_mask: Int[Tensor, "pair pos"],
+        read_positions: Int[Tensor, "pair n"],
+        attention: Attention | None = None,
     ) -> Float[Tensor, "pair n vocab"]:
         """Logits at chosen columns, float32 on the CPU; padding on either side never changes a number.
 
-        Padded entries of ``read_positions`` (negative) give NaN.
+        Padded entries of ``read_positions`` (negative) give NaN; ``attention`` replaces the model's own, as in ``trace``.
         """
         rows = []
         for ids, mask, read in zip(tokens, attention_mask.bool(), read_positions, strict=True):
             wanted = read >= 0
             column = (mask.cumsum(0) - 1)[read[wanted]]
-            run = trace(self.anatomy, ids[mask][None].to(self.device), column.to(self.device))
+            run = trace(self.anatomy, ids[mask][None].to(self.device), column.to(self.device), attention=attention)
             logits = self.anatomy.logits(run.final[0]).float().cpu()
             rows.append(torch.full((len(read), logits.shape[-1]), torch.nan).masked_scatter_(wanted[:, None], logits))
         return torch.stack(rows)

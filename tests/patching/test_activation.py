@@ -1,0 +1,222 @@
+import pytest
+import torch
+
+from hydralens.errors import InputError
+from hydralens.models.lens import wrap_model
+from hydralens.patching.activation import COMPONENTS, DIRECTIONS, MODES, POSITIONS, activation_patch
+from hydralens.probes.base import Probe
+from tests.patching.reference import slow_effects
+from tests.tiny import FAMILIES, tiny_hf
+
+
+def random_probe(n_pairs=2, n_pos=23, n_answer=2, seed=0, first=9, pad=None, vocab=97) -> Probe:
+    """Random prompts that differ in three tokens from ``first`` on; the last ``n_answer`` positions are read."""
+    generator = torch.Generator().manual_seed(seed)
+    clean = torch.randint(3, vocab, (n_pairs, n_pos), generator=generator)
+    corrupt = clean.clone()
+    corrupt[:, first : first + 3] = (clean[:, first : first + 3] + 1) % vocab
+    answer = torch.randint(3, vocab, (n_pairs, n_answer), generator=generator)
+    mask = torch.ones_like(clean)
+    read = torch.arange(n_pos - n_answer, n_pos).expand(n_pairs, -1).contiguous()
+    span = torch.tensor([[first, first + 3]] * n_pairs)
+    if pad is not None:
+        before, after = pad
+        clean, corrupt = (torch.nn.functional.pad(x, pad, value=1) for x in (clean, corrupt))
+        mask, read, span = torch.nn.functional.pad(mask, pad), read + before, span + before
+    return Probe("random", "retrieval", "value", seed, clean, corrupt, mask, answer, (answer + 5) % vocab, read, span)
+
+
+def columns_of(probe, pair, positions):
+    clean, corrupt = probe.clean[pair], probe.corrupt[pair]
+    match positions:
+        case "answer":
+            return probe.read_positions[pair]
+        case "needle":
+            return torch.arange(*probe.needle_span[pair].tolist())
+        case "suffix":
+            return torch.arange(int((clean != corrupt).nonzero()[0]), len(clean))
+        case _:
+            return torch.arange(len(clean))
+
+
+def slow(hf, model, probe, pair, component, mode, direction, positions, readout="span"):
+    heads = model.anatomy.n_kv_heads if component in "kv" else model.anatomy.n_heads
+    tokens = {"clean": probe.clean[pair], "corrupt": probe.corrupt[pair], "answer": probe.answer[pair], "foil": probe.foil[pair], "read": probe.read_positions[pair]}
+    return slow_effects(hf, tokens, component, mode, direction, columns_of(probe, pair, positions), heads, model.anatomy.head_dim, readout)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_fast_equals_one_forward_per_cell(family, mode, component):
+    hf = tiny_hf(family, dtype=torch.float64)
+    model, probe = wrap_model(hf), random_probe()
+    for direction in DIRECTIONS:
+        for positions in POSITIONS:
+            effects = activation_patch(model, probe, component, mode, direction, positions)
+            expected = slow(hf, model, probe, 1, component, mode, direction, positions)
+            torch.testing.assert_close(effects.per_pair[1].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_is_within_1e_5_of_the_float64_reference(family):
+    exact, probe = tiny_hf(family, dtype=torch.float64), random_probe(seed=3)
+    model, exact_model = wrap_model(tiny_hf(family)), wrap_model(exact)
+    for mode, positions in (("direct", "answer"), ("total", "all")):
+        ours = activation_patch(model, probe, "z", mode, "noise", positions)
+        baseline = activation_patch(exact_model, probe, "z", mode, "noise", positions)
+        # Compared in units of the metric: dividing by a small span would only magnify rounding.
+        span, exact_span = (float((x.clean_metric - x.corrupt_metric)[0]) for x in (ours, baseline))
+        expected = slow(exact, exact_model, probe, 0, "z", mode, "noise", positions)
+        torch.testing.assert_close(ours.per_pair[0].double() * span, expected * exact_span, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_patch_with_its_own_activations_changes_nothing(family, mode):
+    model, probe = wrap_model(tiny_hf(family)), random_probe()
+    own = Probe(**{**vars(probe), "corrupt": probe.clean})
+    seen = []
+
+    def metric(logits, answer, foil):
+        seen.append(logits[:, 0, int(answer[0])])
+        # A span is needed for the effects to be kept; the two baselines are the first call's two rows.
+        return seen[-1] + (torch.tensor([1.0, 0.0]) if len(seen) % 2 else 0)
+
+    for component in COMPONENTS:
+        seen.clear()
+        activation_patch(model, own.select([0]), component, mode, "noise", "all", metric=metric, batch_tokens=10**6)
+        baseline, patched = seen
+        torch.testing.assert_close(patched, baseline[:1].expand_as(patched), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("pad", [(5, 0), (0, 4), (3, 2)])
+def test_padding_on_either_side_changes_nothing(family, pad):
+    model = wrap_model(tiny_hf(family))
+    for positions in POSITIONS:
+        plain, padded = (activation_patch(model, random_probe(pad=p), "z", "total", "noise", positions) for p in (None, pad))
+        assert torch.equal(plain.per_pair, padded.per_pair)
+
+
+def test_batch_size_and_memory_shortage_change_nothing(monkeypatch):
+    model, probe = wrap_model(tiny_hf("qwen3", dtype=torch.float64)), random_probe()
+    expected = activation_patch(model, probe, "z", "total", "noise", "all").per_pair
+    torch.testing.assert_close(activation_patch(model, probe, "z", "total", "noise", "all", batch_tokens=40).per_pair, expected)
+
+    from hydralens.patching import activation
+
+    compute, sizes = activation._patched_runs, []
+
+    def scarce(*args, **kwargs):
+        sizes.append(len(args[5]))
+        if len(args[5]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(activation, "_patched_runs", scarce)
+    torch.testing.assert_close(activation_patch(model, probe, "z", "total", "noise", "all").per_pair, expected)
+    assert sizes[:4] == [32, 16, 8, 4] and max(sizes[4:]) == 32  # the second pair starts afresh
+
+    monkeypatch.setattr(activation, "_patched_runs", lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    with pytest.raises(InputError, match="single patched run"):
+        activation_patch(model, probe)
+
+
+def test_bfloat16_ranks_as_float32():
+    probe = random_probe(n_pairs=3, seed=1)
+    single, half = (activation_patch(wrap_model(tiny_hf("llama", dtype=dtype)), probe, "z", "total", "noise", "all") for dtype in (torch.float32, torch.bfloat16))
+    ranks = [x.values.flatten().argsort().argsort().float() for x in (single, half)]
+    assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.9
+    assert half.per_pair.dtype == half.clean_metric.dtype == torch.float32
+
+
+def test_readout_first_scores_the_first_token_alone():
+    model, probe = wrap_model(tiny_hf("llama", dtype=torch.float64)), random_probe()
+    first = activation_patch(model, probe, readout="first")
+    expected = slow(model.hf, model, probe, 0, "z", "direct", "noise", "answer", readout="first")
+    torch.testing.assert_close(first.per_pair[0].double(), expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(first.per_pair, activation_patch(model, probe).per_pair)
+
+
+def test_answers_of_different_length_in_one_probe():
+    model, probe = wrap_model(tiny_hf("llama")), random_probe()
+    answer, foil, read = (x.clone() for x in (probe.answer, probe.foil, probe.read_positions))
+    for x in (answer, foil, read):
+        x[1, 1] = -100
+    mixed = Probe(**{**vars(probe), "answer": answer, "foil": foil, "read_positions": read})
+    short = Probe(**{**vars(probe.select([1])), "answer": answer[1:, :1], "foil": foil[1:, :1], "read_positions": read[1:, :1]})
+    effects = activation_patch(model, mixed)
+    assert torch.equal(effects.per_pair[1], activation_patch(model, short).per_pair[0])
+    assert torch.equal(effects.per_pair[0], activation_patch(model, probe).per_pair[0])
+
+
+@pytest.mark.parametrize("argument", ["component", "mode", "direction", "positions", "readout"])
+def test_unknown_words_are_refused_by_name(argument):
+    with pytest.raises(InputError, match=f"{argument} 'nonsense' is not one of"):
+        activation_patch(wrap_model(tiny_hf("llama")), random_probe(), **{argument: "nonsense"})
+
+
+def test_a_probe_the_model_cannot_tell_apart_is_refused():
+    probe = random_probe()
+    with pytest.raises(InputError, match="agree within 1e-06 in all 2 pairs"):
+        activation_patch(wrap_model(tiny_hf("llama")), Probe(**{**vars(probe), "corrupt": probe.clean}))
+
+
+def test_the_users_hooks_survive_an_exception_and_are_warned_of_where_unseen():
+    hf = tiny_hf("llama")
+    model = wrap_model(hf)
+    hooks = [hf.model.layers[1].register_forward_hook(lambda *a: None), hf.model.layers[0].mlp.register_forward_pre_hook(lambda *a: None)]
+
+    def count():
+        return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in hf.modules()]
+
+    before = count()
+
+    def broken(logits, answer, foil):
+        raise ZeroDivisionError("a metric of the user's")
+
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="hooks on LlamaDecoderLayer are not seen"):
+        activation_patch(model, random_probe(), metric=broken)
+    assert count() == before
+    for hook in hooks:
+        hook.remove()
+
+
+def test_planted_head_is_found_by_every_component():
+    """A head worked out by hand: at the question token it attends to value tokens and copies them to the output.
+
+    Tokens: 0 filler, 1..4 values, 5 question. The residual stream holds the token in dimensions 0..11 and the prediction in
+    12..23. Only L1H2 does anything, so its effect is 1 and every other head's is 0.
+    """
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=12, hidden_size=32, intermediate_size=8, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e9}, tie_word_embeddings=False, max_position_embeddings=64,
+    )  # fmt: skip
+    hf = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in hf.named_parameters():
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+        hf.model.embed_tokens.weight[:, :12] = torch.eye(12)
+        hf.lm_head.weight[:, 12:24] = torch.eye(12)
+        attention, start, kv_start = hf.model.layers[1].self_attn, 2 * 8, 1 * 8
+        attention.q_proj.weight[start + 3, 5] = 8  # dimension 3 turns slowest: nearly no rotation over this prompt
+        attention.k_proj.weight[kv_start + 3, 1:5] = 8
+        attention.v_proj.weight[kv_start : kv_start + 4, 1:5] = torch.eye(4)
+        attention.o_proj.weight[13:17, start : start + 4] = torch.eye(4)
+    model = wrap_model(hf)
+    clean = torch.tensor([[0, 0, 0, 2, 0, 0, 0, 0, 5]])
+    corrupt = torch.tensor([[0, 0, 0, 3, 0, 0, 0, 0, 5]])
+    probe = Probe("planted", "retrieval", "value", 0, clean, corrupt, torch.ones_like(clean), torch.tensor([[2]]), torch.tensor([[3]]), torch.tensor([[8]]), torch.tensor([[3, 4]]))
+    planted, planted_kv = torch.zeros(3, 4), torch.zeros(3, 2)
+    planted[1, 2] = planted_kv[1, 1] = 1
+    for mode in MODES:
+        for direction in DIRECTIONS:
+            torch.testing.assert_close(activation_patch(model, probe, "z", mode, direction, "all").values, planted)
+            torch.testing.assert_close(activation_patch(model, probe, "v", mode, direction, "needle").values, planted_kv)
+            assert activation_patch(model, probe, "q", mode, direction, "all").values.abs().max() < 1e-6
+    # The key is the same for every value, so patching it moves nothing; nor does patching v anywhere but on the needle.
+    assert activation_patch(model, probe, "k", "total", "noise", "all").values.abs().max() < 1e-6
+    assert activation_patch(model, probe, "v", "total", "noise", "answer").values.abs().max() < 1e-6
