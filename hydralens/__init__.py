@@ -1,0 +1,44 @@
+"""hydralens finds the attention heads a pretrained transformer needs, by causal experiment, and writes them down as a head mask.
+
+Importing this package is quick: every public name is fetched from its module, and torch with it, when it is first used.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {  # public name -> the module that defines it
+    "InputError": "hydralens.errors",
+    "load_model": "hydralens.models.loading",
+    "LensModel": "hydralens.models.lens",
+    "Anatomy": "hydralens.models.anatomy",
+    "ModelInfo": "hydralens.models.info",
+    "Probe": "hydralens.probes.base",
+    "activation_patch": "hydralens.patching.activation",
+    "ablate": "hydralens.patching.ablation",
+    "HeadEffects": "hydralens.patching.effects",
+    "HeadScores": "hydralens.scoring",
+    "score_heads": "hydralens.scoring",
+    "HeadMask": "hydralens.head_mask",
+    "select_heads": "hydralens.selection",
+    "layer_similarity": "hydralens.similarity",
+    "head_similarity": "hydralens.similarity",
+}
+_MODULES = ("figures", "patching", "probes")
+
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"hydralens.{name}")
+    else:
+        raise AttributeError(f"module 'hydralens' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

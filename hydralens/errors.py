@@ -11,3 +11,13 @@ class UnsupportedModelError(InputError):
 
 class ProbeNotSolvedError(InputError):
     """Too few pairs of a probe are answered by the model for its scores to mean anything."""
+
+
+def check_word(name: str, value: str, words: tuple[str, ...]) -> None:
+    """Refuse an argument that is not one of ``words``.
+
+    Raises:
+        InputError: names the argument, its value and the words.
+    """
+    if value not in words:
+        raise InputError(f"{name} {value!r} is not one of {', '.join(words)}")

@@ -1,14 +1,35 @@
 """From effects to scores: what each head is worth per probe, per capability and overall (HydraHead Eq. 11-12)."""
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from scipy.stats import spearmanr
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from hydralens.errors import InputError, ProbeNotSolvedError
+from hydralens.files import write_atomically, write_json
 from hydralens.models.info import ModelInfo
+from hydralens.models.lens import LensModel
+from hydralens.patching.activation import activation_patch
 from hydralens.patching.effects import HeadEffects
+from hydralens.patching.metric import DECAY
+from hydralens.probes.base import Probe
+
+THRESHOLD = 0.01  # an effect above this makes a head count for a probe (paper section 1.5)
+FLOOR = 0.5  # logits by which clean must exceed corrupt before a pair's effects mean anything
+MIN_SOLVED = 0.5  # share of a probe's pairs that must pass
+
+Effects = Mapping[str, Mapping[str, HeadEffects]]  # capability -> probe label -> effects
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,31 +38,26 @@ class HeadScores:
 
     Attributes:
         model: which model.
-        receivers: capability -> probe label -> direct effects (HydraHead Eq. 10); a label is ``name/corruption``.
-        composite: float32 ``[layer, head]``, the score that selection uses, 0 where a head carries no signal.
+        receivers: capability -> probe label (``name/corruption``) -> direct effects (HydraHead Eq. 10).
+        composite: float32 ``[layer, head]``, the score that selection uses; 0 where a head carries no signal.
         probes: one entry per probe as ``head_mask.json`` lists them: name, capability, n_pairs, n_tokens, seed, direction, metric.
-        senders: the same shape of mapping for effects through the receivers (path patching); empty when not measured.
+        senders: the same mapping for effects through the receivers (path patching); empty when not measured.
+        solved: one entry per probe asked, also of those left out: probe, corruption, capability, n_pairs, n_solved, used.
         method: how ``composite`` was made.
-        threshold: the effect above which a head counts for a probe (0.01 in the paper).
     """
 
     model: ModelInfo
-    receivers: dict[str, dict[str, HeadEffects]]
+    receivers: Effects
     composite: Float[Tensor, "layer head"]
     probes: list[dict]
-    senders: dict[str, dict[str, HeadEffects]] = field(default_factory=dict)
-    method: str = "composite"
-    threshold: float = 0.01
-
-    @property
-    def signal(self) -> Bool[Tensor, "layer head"]:
-        """Heads with a non-zero score."""
-        return self.composite != 0
+    senders: Effects = field(default_factory=dict)
+    solved: list[dict] = field(default_factory=list)
+    method: str = "paper"
 
     @property
     def n_with_signal(self) -> int:
         """How many heads have a non-zero score; only about a tenth do, so most of a large mask is tie-break."""
-        return int(self.signal.sum())
+        return int((self.composite != 0).sum())
 
     @property
     def rank(self) -> Int[Tensor, "layer head"]:
@@ -55,3 +71,202 @@ class HeadScores:
         """The ``k`` best heads, best first, as ``(layer, head)``."""
         order = self.composite.flatten().argsort(descending=True, stable=True)[:k].tolist()
         return [divmod(cell, self.model.n_heads) for cell in order]
+
+    def map(self, column: str) -> Float[Tensor, "layer head"]:
+        """One column as a map: ``score``, ``rank``, a capability's name (its score before scaling) or a probe label (its mean raw effect).
+
+        Raises:
+            InputError: no such column; the message lists those there are.
+        """
+        maps = {"score": self.composite, "rank": self.rank.float()}
+        for capability, effects in self.receivers.items():
+            maps[capability] = capability_score(effects, self.senders.get(capability, {}))
+            maps |= {label: effect.values for label, effect in effects.items()}
+        if column not in maps:
+            raise InputError(f"no column {column!r}; there are {', '.join(maps)}")
+        return maps[column]
+
+    def to_frame(self) -> pd.DataFrame:
+        """Long form, the columns of ``head_scores.csv``: one row per (capability, probe, layer, head), then the rows of the composite.
+
+        ``receiver_ie`` and ``sender_ie`` are clipped to [0, 1], ``receiver_ie_raw`` is signed; ``ci_low`` and ``ci_high`` bound the
+        raw receiver effect. ``score`` and ``rank`` are filled where capability is ``composite``.
+        """
+        layers, heads = np.divmod(np.arange(self.composite.numel()), self.model.n_heads)
+        place = {"layer": layers, "head": heads, "kv_head": heads // self.model.group}
+        frames = []
+        for capability, effects in self.receivers.items():
+            for label, effect in effects.items():
+                low, high = effect.interval()
+                sender = self.senders.get(capability, {}).get(label)
+                raw = effect.values.flatten().numpy()
+                measured = {
+                    "receiver_ie": raw.clip(0, 1),
+                    "sender_ie": np.nan if sender is None else sender.values.flatten().numpy().clip(0, 1),
+                    "receiver_ie_raw": raw,
+                    "ci_low": low.flatten().numpy(),
+                    "ci_high": high.flatten().numpy(),
+                    "n_pairs": effect.n_pairs,
+                }
+                frames.append(pd.DataFrame({"capability": capability, "probe": label, **place, **measured}))
+        composite = {"score": self.composite.flatten().numpy(), "rank": self.rank.flatten().numpy()}
+        frames.append(pd.DataFrame({"capability": "composite", "probe": "", **place, **composite}))
+        return pd.concat(frames, ignore_index=True).astype({"n_pairs": "Int64", "rank": "Int64"})
+
+    def split_half(self, k: int) -> dict[str, float]:
+        """Agreement of the composites of the two halves of the pairs (even and odd): share of the top ``k`` in common, and Spearman.
+
+        Spearman over all heads is low when most scores are zero, however stable the top is; so both are given.
+        """
+        halves = [_composite({c: {label: _half(e, parity) for label, e in effects.items()} for c, effects in self.receivers.items()}, {}) for parity in (0, 1)]
+        tops = [set(half.flatten().argsort(descending=True, stable=True)[:k].tolist()) for half in halves]
+        return {"k": k, "top_k_overlap": len(tops[0] & tops[1]) / k, "spearman": float(spearmanr(*(half.flatten().numpy() for half in halves)).statistic)}
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``head_scores.csv`` (for people and other tools), ``scores.json`` and ``effects.safetensors`` (for ``load``)."""
+        folder = Path(folder)
+        tensors, entries = {"composite": self.composite.contiguous()}, []
+        for role in ("receivers", "senders"):
+            for capability, effects in getattr(self, role).items():
+                for label, effect in effects.items():
+                    arrays, fields = effect.split()
+                    tensors |= {f"{len(entries)}.{name}": value for name, value in arrays.items()}
+                    entries.append({"role": role, "capability": capability, "label": label, "effect": fields})
+        about = {"model": self.model.model_dump(), "method": self.method, "probes": self.probes, "solved": self.solved, "effects": entries}
+        write_atomically(folder / "effects.safetensors", lambda path: save_file(tensors, path))
+        write_json(folder / "scores.json", about)
+        write_atomically(folder / "head_scores.csv", lambda path: self.to_frame().to_csv(path, index=False, float_format="%.6g"))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "HeadScores":
+        """Read what ``save`` wrote.
+
+        Raises:
+            InputError: the folder does not hold scores, or holds damaged ones.
+        """
+        folder = Path(folder)
+        try:
+            about = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+            tensors = load_file(folder / "effects.safetensors")
+            roles: dict[str, dict[str, dict[str, HeadEffects]]] = {"receivers": {}, "senders": {}}
+            for index, entry in enumerate(about["effects"]):
+                arrays = {name.split(".", 1)[1]: value for name, value in tensors.items() if name.startswith(f"{index}.")}
+                roles[entry["role"]].setdefault(entry["capability"], {})[entry["label"]] = HeadEffects(**entry["effect"], **arrays)
+            model = ModelInfo(**about["model"])
+            return cls(model=model, composite=tensors["composite"], probes=about["probes"], solved=about["solved"], method=about["method"], **roles)
+        except FileNotFoundError as error:
+            missing = Path(error.filename).name
+            raise InputError(f"{folder} holds no head scores ({missing} is missing); make them with: hydralens score MODEL --out {folder}") from error
+        except Exception as error:  # whatever a damaged file breaks, the mend is the same
+            raise InputError(f"the head scores in {folder} are damaged ({error}); make them with: hydralens score MODEL --out {folder}") from error
+
+
+def score_heads(
+    model: LensModel,
+    probes: Sequence[Probe],
+    *,
+    required: Collection[str] | None = None,
+    floor: float = FLOOR,
+    shards: str | Path | None = None,
+    verbose: bool = False,
+) -> HeadScores:
+    """Measure every head's direct effect on every probe and combine them as HydraHead does (Eq. 11-12).
+
+    A pair counts when the model answers its clean prompt (first answer token by argmax) and its clean metric exceeds its corrupt
+    metric by ``floor`` logits. A probe is used when at least half of its pairs count; probes left out are listed in ``solved``.
+
+    Args:
+        required: capabilities of which at least one probe must be used; default: all that are asked.
+        shards: a folder for the effects of each finished probe, so that a killed run goes on where it stopped.
+
+    Raises:
+        ProbeNotSolvedError: no probe of a required capability is used; nothing is scored.
+    """
+    if not probes:
+        raise InputError("no probes to score with; make some with hydralens.probes.retrieval(model)")
+    labels = [f"{probe.name}/{probe.corruption}" for probe in probes]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise InputError(f"{labels.count(label)} probes are called {label}; give each probe its own name")
+    receivers: dict[str, dict[str, HeadEffects]] = {}
+    used, solved = [], []
+    for label, probe in zip(tqdm(labels, desc="scoring heads", disable=not verbose), probes, strict=True):
+        effect = _measure(model, probe, floor, shards)
+        passing = int(effect.kept.sum())
+        enough = passing >= max(1, MIN_SOLVED * probe.n_pairs)
+        solved.append(
+            {"probe": probe.name, "corruption": probe.corruption, "capability": probe.capability, "n_pairs": probe.n_pairs, "n_solved": passing, "used": enough}
+        )
+        if enough:
+            receivers.setdefault(probe.capability, {})[label] = effect
+            used.append(_describe(label, probe, passing))
+    for capability in dict.fromkeys(probe.capability for probe in probes) if required is None else required:
+        if capability not in receivers:
+            asked = [entry for entry in solved if entry["capability"] == capability]
+            best = max(asked, key=lambda entry: entry["n_solved"] / entry["n_pairs"])
+            raise ProbeNotSolvedError(
+                f"the model does not solve this probe: {best['n_solved']} of {best['n_pairs']} pairs of {best['probe']}/{best['corruption']}"
+                + (f", the best of {len(asked)} {capability} probes" if len(asked) > 1 else "")
+                + "; use shorter prompts (n_tokens), other probes or another model"
+            )
+    return HeadScores(model=model.info, receivers=receivers, composite=_composite(receivers, {}), probes=used, solved=solved)
+
+
+def capability_score(receivers: Mapping[str, HeadEffects], senders: Mapping[str, HeadEffects]) -> Float[Tensor, "layer head"]:
+    """Eq. 11: max(receiver effect, sender effect) x kappa.
+
+    Effects are means over the sub-probes, clipped to [0, 1]; kappa is the share of sub-probes in which the head's stronger
+    role passes 0.01. NaN (impossible) counts as no effect.
+    """
+
+    def stack(effects: Mapping[str, HeadEffects]) -> Float[Tensor, "probe layer head"]:
+        return torch.stack([effect.values for effect in effects.values()]).nan_to_num(0).clamp(0, 1)
+
+    strength = stack(receivers)
+    if senders:
+        through = stack({label: senders[label] for label in receivers})
+        strength = torch.where(through.mean(0) > strength.mean(0), through, strength)
+    coverage = (strength >= THRESHOLD).float().mean(0)
+    return strength.mean(0) * coverage
+
+
+def _composite(receivers: Effects, senders: Effects) -> Float[Tensor, "layer head"]:
+    """Eq. 12: capability scores scaled to [0, 1] by min-max over heads, averaged with equal weights."""
+    total = 0
+    for capability, effects in receivers.items():
+        score = capability_score(effects, senders.get(capability, {}))
+        low, high = score.min(), score.max()
+        total = total + (score - low) / (high - low).clamp(min=torch.finfo(score.dtype).tiny)
+    return total / len(receivers)
+
+
+def _measure(model: LensModel, probe: Probe, floor: float, shards: str | Path | None) -> HeadEffects:
+    """Direct effects; ``kept`` marks the pairs that count. Read from the shard of the same model, tokens and floor where there is one."""
+    path = None if shards is None else Path(shards) / f"{_key(model, probe, floor)}.safetensors"
+    if path is not None and path.exists():
+        with safe_open(path, "pt") as file:
+            return HeadEffects(**json.loads(file.metadata()["fields"]), **{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    effect = activation_patch(model, probe, min_span=0)  # which pairs count is decided here
+    effect = replace(effect, kept=effect.answered & (effect.clean_metric - effect.corrupt_metric >= floor))
+    if path is not None:
+        tensors, fields = effect.split()
+        write_atomically(path, lambda temporary: save_file(tensors, temporary, {"fields": json.dumps(fields)}))
+    return effect
+
+
+def _key(model: LensModel, probe: Probe, floor: float) -> str:
+    digest = hashlib.sha256(f"{model.info.fingerprint} {model.dtype} {probe.name} {probe.corruption} {floor}".encode())
+    for tensor in (probe.clean, probe.corrupt, probe.attention_mask, probe.answer, probe.foil, probe.read_positions):
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _describe(label: str, probe: Probe, n_pairs: int) -> dict:
+    about = {"name": label, "capability": probe.capability, "n_pairs": n_pairs, "n_tokens": probe.n_tokens, "seed": probe.seed}
+    return about | {"direction": "noise", "metric": f"logit difference, decay {DECAY}"}
+
+
+def _half(effect: HeadEffects, parity: int) -> HeadEffects:
+    """Every second of the pairs that count; the only one, where there is one."""
+    counted = effect.kept.nonzero()[:, 0]
+    return effect.select(counted[parity::2] if len(counted) > 1 else counted)

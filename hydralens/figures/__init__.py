@@ -1,0 +1,23 @@
+"""Figures: one function each, returning a plotly Figure and never showing it.
+
+Every figure has a title that states its finding, computed from the data, and a caption with the settings; both are also in
+``fig.layout.meta``. Maps are ``[layer, head]`` with layer 0 at the top, RdBu centred at zero. Backgrounds are transparent and
+text is a grey that reads on white and on black.
+"""
+
+from hydralens.figures.checks import knockout_curve, mask_preview
+from hydralens.figures.heads import head_heatmap, layer_profile, probe_facets
+from hydralens.figures.matrices import head_similarity, layer_similarity
+from hydralens.figures.saving import save_figure, save_figures
+
+__all__ = [
+    "head_heatmap",
+    "head_similarity",
+    "knockout_curve",
+    "layer_profile",
+    "layer_similarity",
+    "mask_preview",
+    "probe_facets",
+    "save_figure",
+    "save_figures",
+]

@@ -42,7 +42,8 @@ class LensModel:
 
     def __repr__(self) -> str:
         i = self.info
-        return f"LensModel({i.id}, {self.anatomy.family}, {i.n_layers} layers x {i.n_heads} heads ({i.n_kv_heads} KV, head_dim {i.head_dim}), {self.dtype}, {self.device})"
+        shape = f"{i.n_layers} layers x {i.n_heads} heads ({i.n_kv_heads} KV, head_dim {i.head_dim})"
+        return f"LensModel({i.id}, {self.anatomy.family}, {shape}, {self.dtype}, {self.device})"
 
     @torch.no_grad()
     def read_logits(
@@ -69,7 +70,8 @@ class LensModel:
         """Warn of forward hooks on modules whose forward the engine replaces: their effect would silently be missing."""
         hooked = [type(module).__name__ for module in self.anatomy.bypassed if module._forward_hooks or module._forward_pre_hooks]
         if hooked:
-            warnings.warn(f"hooks on {', '.join(sorted(set(hooked)))} are not seen by the engine; put them on q_proj, k_proj, v_proj, o_proj, norms or MLPs", stacklevel=3)
+            names = ", ".join(sorted(set(hooked)))
+            warnings.warn(f"hooks on {names} are not seen by the engine; put them on q_proj, k_proj, v_proj, o_proj, norms or MLPs", stacklevel=3)
 
 
 def wrap_model(hf: PreTrainedModel, tokenizer: Any = None, *, id: str | None = None, revision: str | None = None) -> LensModel:
@@ -106,7 +108,9 @@ def _check_forward(hf: PreTrainedModel, anatomy: Anatomy) -> None:
     error = float((ours - theirs).norm() / theirs.norm())
     tolerance = 0.05 if hf.dtype in (torch.float16, torch.bfloat16) else 1e-4
     if not error <= tolerance:
-        raise UnsupportedModelError(f"{anatomy.family}: the engine's logits differ from the model's by {error:.1e} (relative); this variant of the family is not supported")
+        raise UnsupportedModelError(
+            f"{anatomy.family}: the engine's logits differ from the model's by {error:.1e} (relative); this variant of the family is not supported"
+        )
 
 
 def fingerprint(hf: PreTrainedModel) -> str:

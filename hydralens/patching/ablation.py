@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hydralens.errors import InputError
+from hydralens.errors import InputError, check_word
 from hydralens.models.forward import trace
 from hydralens.models.lens import LensModel
 from hydralens.probes.base import Probe
@@ -29,8 +29,7 @@ def ablate(model: LensModel, heads: Sequence[tuple[int, int]], how: str = "mean"
         InputError: unknown ``how``, a head that does not exist, a missing reference, a prompt longer than the resampled one, or a
             head that no forward within the block has run.
     """
-    if how not in HOW:
-        raise InputError(f"how {how!r} is not one of {', '.join(HOW)}")
+    check_word("how", how, HOW)
     if how != "zero" and reference is None:
         raise InputError(f"{how} ablation needs a reference: pass the probes it is taken from")
     n_layers, n_heads = model.info.n_layers, model.info.n_heads

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from hydralens.errors import InputError
+from hydralens.errors import InputError, check_word
 from hydralens.models.anatomy import Anatomy
 from hydralens.models.forward import Trace, attend, trace
 from hydralens.models.lens import LensModel
@@ -75,15 +75,17 @@ def activation_patch(
     Raises:
         InputError: an argument is not one of the words above, or no pair is kept.
     """
-    for name, value, words in (("component", component, COMPONENTS), ("mode", mode, MODES), ("direction", direction, DIRECTIONS), ("positions", positions, POSITIONS)):
-        if value not in words:
-            raise InputError(f"{name} {value!r} is not one of {', '.join(words)}")
+    check_word("component", component, COMPONENTS)
+    check_word("mode", mode, MODES)
+    check_word("direction", direction, DIRECTIONS)
+    check_word("positions", positions, POSITIONS)
     model.warn_of_bypassed_hooks()
     anatomy = model.anatomy
     batch_tokens = batch_tokens or (2**16 if model.device.type == "cuda" else 2**13)
     columns_per_layer = anatomy.n_kv_heads if component in ("k", "v") else anatomy.n_heads
     per_pair = torch.full((probe.n_pairs, anatomy.n_layers, columns_per_layer), torch.nan)
     baselines = torch.full((2, probe.n_pairs), torch.nan)
+    answered = torch.zeros(probe.n_pairs, dtype=torch.bool)
 
     for index in tqdm(range(probe.n_pairs), desc=f"{probe.name}/{probe.corruption}", disable=not verbose, leave=False):
         pair = unpad(probe, index, model.device)
@@ -93,7 +95,8 @@ def activation_patch(
                 return logit_difference(anatomy, residual, pair.answer, pair.foil, readout)
             return metric(anatomy.logits(residual), pair.answer, pair.foil)
 
-        clean, corrupt, patched = _patch_pair(anatomy, pair, measure, component, mode, direction, positions, batch_tokens)
+        clean, corrupt, patched, first_token = _patch_pair(anatomy, pair, measure, component, mode, direction, positions, batch_tokens)
+        answered[index] = bool(first_token == pair.answer[0])
         span = clean - corrupt
         baselines[:, index] = torch.stack((clean, corrupt)).float().cpu()
         if abs(float(span)) >= min_span:
@@ -102,7 +105,7 @@ def activation_patch(
 
     kept = (baselines[0] - baselines[1]).abs() >= min_span
     if not kept.any():
-        raise InputError(f"probe {probe.name}: clean and corrupt metric agree within {min_span:g} in all {probe.n_pairs} pairs; the model does not tell them apart")
+        raise InputError(f"probe {probe.name}: clean and corrupt metric agree within {min_span:g} in all {probe.n_pairs} pairs: nothing to explain")
     return HeadEffects(
         per_pair=per_pair,
         component=component,
@@ -112,6 +115,7 @@ def activation_patch(
         clean_metric=baselines[0],
         corrupt_metric=baselines[1],
         kept=kept,
+        answered=answered,
         n_heads=anatomy.n_heads,
         n_kv_heads=anatomy.n_kv_heads,
         probe=probe.name,
@@ -176,8 +180,8 @@ KeysValues = tuple[Float[Tensor, "1 kv_head pos d_head"], Float[Tensor, "1 kv_he
 
 def _patch_pair(
     anatomy: Anatomy, pair: Pair, measure: Measure, component: str, mode: str, direction: str, positions: str, batch_tokens: int
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "layer head"]]:
-    """Metric of the clean run, of the corrupt run and of every patched run."""
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "layer head"], Int[Tensor, ""]]:
+    """Metric of the clean run, of the corrupt run and of every patched run; and the clean run's choice for the first answer token."""
     shared = pair.first_difference
     patched = pair.patched(positions)
     patched[:shared] = False  # clean and corrupt activations are equal there
@@ -200,7 +204,8 @@ def _patch_pair(
 
     cells = [(layer, head) for layer in range(anatomy.n_layers) for head in range(anatomy.n_heads // group)]
     values = in_batches(patched_metric, cells, max(1, batch_tokens // len(columns)))
-    return clean, corrupt, values.reshape(anatomy.n_layers, -1)
+    choice = anatomy.logits(runs.final[0, pair.read[0] - start]).argmax()
+    return clean, corrupt, values.reshape(anatomy.n_layers, -1), choice
 
 
 def _alternatives(

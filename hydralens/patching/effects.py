@@ -1,6 +1,6 @@
 """What an intervention did, head by head and pair by pair, with its uncertainty."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ class HeadEffects:
         mode, direction, positions: how it was measured (``"direct"``/``"total"``, ``"noise"``/``"denoise"``, where).
         clean_metric, corrupt_metric: float32 ``[pair]``, the metric of the two unpatched runs.
         kept: ``[pair]``, False for pairs whose clean minus corrupt metric is too small to divide by.
+        answered: ``[pair]``, whether the unpatched clean run gives the first answer token the highest logit.
         probe, capability, corruption, readout: what was asked and how the answer was scored.
         n_heads: query heads per layer (the head axis has ``n_heads`` or, for k and v, ``n_kv_heads`` columns).
         n_kv_heads: KV heads per layer.
@@ -32,6 +33,7 @@ class HeadEffects:
     clean_metric: Float[Tensor, "pair"]
     corrupt_metric: Float[Tensor, "pair"]
     kept: Bool[Tensor, "pair"]
+    answered: Bool[Tensor, "pair"]
     n_heads: int
     n_kv_heads: int
     probe: str = ""
@@ -66,9 +68,10 @@ class HeadEffects:
         return low.reshape(kept.shape[1:]).float(), high.reshape(kept.shape[1:]).float()
 
     def to_frame(self) -> pd.DataFrame:
-        """Long form, one row per head: probe, capability, corruption, layer, head, kv_head, component, mode, direction, positions, value, ci_low, ci_high, n_pairs.
+        """Long form, one row per head.
 
-        For k and v ``head`` is the KV head itself.
+        Columns: probe, capability, corruption, layer, head, kv_head, component, mode, direction, positions, value, ci_low, ci_high,
+        n_pairs. For k and v ``head`` is the KV head itself.
         """
         low, high = self.interval()
         n_layers, n_columns = self.values.shape
@@ -92,3 +95,13 @@ class HeadEffects:
                 "n_pairs": self.n_pairs,
             }
         )
+
+    def select(self, pairs: Tensor) -> "HeadEffects":
+        """The same effects with only the given pairs (indices or a boolean mask)."""
+        rows = ("per_pair", "clean_metric", "corrupt_metric", "kept", "answered")
+        return replace(self, **{row: getattr(self, row)[pairs] for row in rows})
+
+    def split(self) -> tuple[dict[str, Tensor], dict[str, str | int]]:
+        """Tensors and plain fields apart, as files hold them; ``HeadEffects(**tensors, **fields)`` joins them again."""
+        tensors = {name: value.contiguous() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return tensors, {name: value for name, value in vars(self).items() if name not in tensors}

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hydralens.errors import InputError
+from hydralens.errors import check_word
 from hydralens.models.anatomy import Anatomy
 
 DECAY = 0.9  # lambda of HydraHead Eq. 9
@@ -27,8 +27,7 @@ def logit_difference(
     Raises:
         InputError: unknown ``readout``.
     """
-    if readout not in READOUTS:
-        raise InputError(f"readout {readout!r} is not one of {', '.join(READOUTS)}")
+    check_word("readout", readout, READOUTS)
     if readout == "first":
         residual, answer, foil = residual[:, :1], answer[:1], foil[:1]
     compared = torch.stack((answer, foil), -1)  # [n, 2]

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hydralens.errors import InputError
+from hydralens.probes import show
 
 PAD_LABEL = -100  # fills answer, foil and read_positions of pairs whose answer is shorter than the longest
 
@@ -52,7 +53,13 @@ class Probe:
                 "both must be [pair, pos] with the same number of tokens, so change only words of equal token count"
             )
         pairs, n = self.clean.shape[0], self.answer.shape[-1]
-        expected = {"attention_mask": tuple(self.clean.shape), "answer": (pairs, n), "foil": (pairs, n), "read_positions": (pairs, n), "needle_span": (pairs, 2)}
+        expected = {
+            "attention_mask": tuple(self.clean.shape),
+            "answer": (pairs, n),
+            "foil": (pairs, n),
+            "read_positions": (pairs, n),
+            "needle_span": (pairs, 2),
+        }
         for field, shape in expected.items():
             if tuple(getattr(self, field).shape) != shape:
                 raise InputError(f"probe {self.name}: {field} has shape {tuple(getattr(self, field).shape)}, expected {shape}")
@@ -91,6 +98,30 @@ class Probe:
         pairs = torch.as_tensor(pairs)
         rows = ("clean", "corrupt", "attention_mask", "answer", "foil", "read_positions", "needle_span")
         return replace(self, **{row: getattr(self, row)[pairs] for row in rows})
+
+    def text(self, pair: int = 0, *, color: bool = False, elide: bool = False) -> str:
+        """One pair for a person: the prompt with ``«needle»``, what differs as ``[clean|corrupt]``, an arrow and the answer.
+
+        Args:
+            pair: which pair.
+            color: mark with ANSI colours too.
+            elide: shorten long unmarked stretches.
+
+        Raises:
+            InputError: there is no such pair.
+        """
+        if not 0 <= pair < self.n_pairs:
+            raise InputError(f"probe {self.name} has pairs 0..{self.n_pairs - 1}, not {pair}")
+        return show.as_text(self, pair, color, elide)
+
+    def __str__(self) -> str:
+        return f"{show.headline(self)}\n{self.text(0, elide=True)}"
+
+    def __repr__(self) -> str:
+        return f"Probe({show.headline(self)})"
+
+    def _repr_html_(self) -> str:
+        return show.as_html(self, 0)
 
     def _show(self, ids: Tensor) -> str:
         ids = [int(token) for token in ids if token != PAD_LABEL]

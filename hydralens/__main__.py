@@ -1,0 +1,3 @@
+from hydralens.cli import main
+
+main()

@@ -1,0 +1,154 @@
+"""The verbs. Each parses its arguments, makes one call and prints what came of it; heavy modules are imported when a verb runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hydralens.cli import mask
+from hydralens.errors import InputError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Finds the attention heads a pretrained model needs, by causal experiment.",
+)
+app.add_typer(mask.app, name="mask")
+
+Model = Annotated[str, typer.Argument(help="'embedded' (SmolLM2-135M-Instruct), a hub id, a directory with config.json, or a .gguf file.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results.", show_default=False)]
+RULE_HELP = (
+    "How heads are chosen: global, global-constrained, global-spread, per-layer, kv-group, layers-top, layers-even, fixed, "
+    "global-random, random-constrained or layer-random."
+)
+Ratio = Annotated[str, typer.Option("--ratio", help="Linear heads : full heads.")]
+Rule = Annotated[str, typer.Option("--rule", help=RULE_HELP)]
+Pairs = Annotated[int, typer.Option("--pairs", help="Counterfactual pairs per probe.")]
+Tokens = Annotated[int, typer.Option("--tokens", help="Tokens per retrieval prompt.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of probes and random draws.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: cuda where there is one.", show_default=False)]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64; default: bfloat16 on cuda, else float32.", show_default=False)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars and no summary.")]
+
+
+@app.command(epilog="Example: hydralens doctor")
+def doctor() -> None:
+    """Versions, devices, and what each operation will run on and why."""
+    from hydralens.doctor import report
+
+    typer.echo(report())
+
+
+@app.command(epilog="Example: hydralens run embedded --out runs/demo --ratio 7:1")
+def run(
+    out: Out,
+    model: Model = "embedded",
+    ratio: Ratio = "7:1",
+    rule: Rule = "global",
+    pairs: Pairs = 8,
+    tokens: Tokens = 256,
+    check_prompts: Annotated[int, typer.Option("--check-prompts", help="Prompts per task in the knock-out curve and the mask preview.")] = 16,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    quiet: Quiet = False,
+) -> None:
+    """The main job: score every head, select the mask, check it beside random heads, and write DIR/report.html.
+
+    A killed run goes on where it stopped when it is started again with the same arguments.
+    """
+    from hydralens.models.loading import load_model
+    from hydralens.report.answer import headline
+    from hydralens.run import check_writable
+    from hydralens.run import run as main_job
+    from hydralens.selection import heads_for_ratio
+
+    heads_for_ratio(ratio, 10**6)  # a wrong ratio or folder is refused before the model is opened
+    check_writable(out)
+    opened = load_model(model, device=device, dtype=dtype)
+    result = main_job(opened, out, ratio=ratio, rule=rule, n_pairs=pairs, n_tokens=tokens, n_check=check_prompts, seed=seed, verbose=not quiet)
+    if not quiet:
+        typer.echo("\n".join(headline(result)))
+        typer.echo(f"{out / 'report.html'}")
+
+
+@app.command(epilog="Example: hydralens score embedded --out runs/scores --pairs 8 --resume")
+def score(
+    out: Out,
+    model: Model = "embedded",
+    pairs: Pairs = 8,
+    tokens: Tokens = 256,
+    capability: Annotated[str, typer.Option("--capability", help="retrieval, reasoning, or both joined by a comma.")] = "retrieval,reasoning",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the finished probes of a run that was stopped.")] = False,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    quiet: Quiet = False,
+) -> None:
+    """Measure every head's effect on the probes and write head_scores.csv."""
+    from shutil import rmtree
+
+    from hydralens import probes as p
+    from hydralens.models.loading import load_model
+    from hydralens.run import check_writable
+    from hydralens.scoring import score_heads
+
+    makers = {"retrieval": lambda m: p.retrieval(m, pairs, tokens, seed), "reasoning": lambda m: p.reasoning(m, pairs, seed)}
+    wanted = capability.split(",")
+    for name in wanted:
+        if name not in makers:
+            raise InputError(f"capability {name!r} is not one of {', '.join(makers)}")
+    check_writable(out)
+    if not resume:
+        rmtree(out / "shards", ignore_errors=True)
+    opened = load_model(model, device=device, dtype=dtype)
+    probes = [probe for name in wanted for probe in makers[name](opened)]
+    scores = score_heads(opened, probes, required=wanted[:1], shards=out / "shards", verbose=not quiet)
+    scores.save(out)
+    rmtree(out / "shards", ignore_errors=True)
+    if not quiet:
+        best = ", ".join(f"L{layer}H{head}" for layer, head in scores.top(8))
+        typer.echo(f"{scores.n_with_signal} of {scores.composite.numel()} heads carry signal; best: {best}\n{out / 'head_scores.csv'}")
+
+
+@app.command(epilog="Example: hydralens select runs/demo --ratio 7:1 --rule global-spread --out head_mask.json")
+def select(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that holds head scores (of hydralens run or score).", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("head_mask.json"),
+    ratio: Ratio = "7:1",
+    rule: Rule = "global",
+    seed: Seed = 0,
+) -> None:
+    """Choose the heads that keep full attention and write head_mask.json; says what the choice costs."""
+    from hydralens.scoring import HeadScores
+    from hydralens.selection import select_heads, selection_report
+
+    scores = HeadScores.load(folder)
+    chosen = select_heads(scores, ratio, rule=rule, seed=seed)
+    chosen.save(out)
+    for name, value in selection_report(scores, chosen).items():
+        typer.echo(f"{name}: {value}")
+    typer.echo(out)
+
+
+@app.command(epilog="Example: hydralens similarity embedded --out runs/similarity")
+def similarity(out: Out, model: Model = "embedded", pairs: Pairs = 8, tokens: Tokens = 256, seed: Seed = 0, device: Device = None, dtype: Dtype = None) -> None:
+    """Cosine similarity of layers and of heads on the retrieval probes: two matrices and two figures."""
+    from hydralens import figures
+    from hydralens.models.loading import load_model
+    from hydralens.probes import retrieval
+    from hydralens.run import check_writable
+    from hydralens.similarity import head_similarity, layer_similarity
+
+    check_writable(out)
+    opened = load_model(model, device=device, dtype=dtype)
+    probes = retrieval(opened, pairs, tokens, seed, corruptions=("value",))
+    layers, heads = layer_similarity(opened, probes), head_similarity(opened, probes)
+    layers.save_csv(out / "layer_similarity.csv")
+    heads.save_csv(out / "head_similarity.csv")
+    drawn = {"layer_similarity": figures.layer_similarity(layers), "head_similarity": figures.head_similarity(heads)}
+    for path in figures.save_figures(drawn, out / "figures"):
+        typer.echo(path)

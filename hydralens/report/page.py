@@ -1,0 +1,77 @@
+"""The page: sentences, tables and figures put into the template."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import plotly.graph_objects as go
+import plotly.io
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from hydralens import figures
+from hydralens.files import write_text
+from hydralens.report import answer
+from hydralens.report.result import RunResult
+
+HERE = Path(__file__).parent
+# Dragging would fight with scrolling on a phone; the files in figures/ zoom.
+STATIC = {"responsive": True, "displayModeBar": False}
+
+
+def write_report(path: str | Path, run: RunResult) -> Path:
+    """Write ``report.html``: one page that needs no other file and no network.
+
+    Raises:
+        InputError: the folder cannot be written, or a frame of ``run`` lacks a column.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.get_template("report.html.jinja").render(
+        run=run,
+        headline=answer.headline(run),
+        verdicts=answer.verdicts(run),
+        best_heads=answer.best_heads(run),
+        kept_heads=answer.kept_heads(run),
+        figures=[_embed(name, fig) for name, fig in run_figures(run).items()],
+        settings=list(_flat(run.settings)),
+        style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
+        plotly=Markup(get_plotlyjs()),
+    )
+    return write_text(path, page)
+
+
+def run_figures(run: RunResult) -> dict[str, go.Figure]:
+    """The figures of a run under the names of their files, in the report's order; those whose data were measured."""
+    made = {"head_heatmap": figures.head_heatmap(run.scores, run.mask), "probe_facets": figures.probe_facets(run.scores)}
+    if run.knockout is not None:
+        made["knockout_curve"] = figures.knockout_curve(run.knockout)
+    if run.preview is not None:
+        made["mask_preview"] = figures.mask_preview(run.preview)
+    if run.layer_similarity is not None:
+        made["layer_similarity"] = figures.layer_similarity(run.layer_similarity)
+    if run.head_similarity is not None:
+        made["head_similarity"] = figures.head_similarity(run.head_similarity)
+    return made | {"layer_profile": figures.layer_profile(run.scores)}
+
+
+def _embed(name: str, fig: go.Figure) -> dict[str, Any]:
+    """The figure without title and caption, which the page sets as text that wraps."""
+    about = fig.layout.meta
+    bare = go.Figure(fig)
+    bare.update_layout(title=None, height=None, margin={"t": 12 + about["headroom"]}, dragmode=False)
+    html = plotly.io.to_html(bare, full_html=False, include_plotlyjs=False, div_id=name, config=STATIC)
+    return about | {"name": name, "height": about["height"] + 12 + about["headroom"] + 48, "html": Markup(html)}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        name = f"{prefix}{key}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}: ")
+        elif isinstance(value, list | tuple):
+            yield name, ", ".join(map(str, value))
+        else:
+            yield name, f"{value:.4g}" if isinstance(value, float) else str(value)

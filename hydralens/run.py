@@ -1,0 +1,151 @@
+"""The main job: from a model to ``head_mask.json`` and a report a person can read, in one call."""
+
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch
+
+from hydralens.errors import InputError
+from hydralens.figures.saving import save_figures
+from hydralens.files import write_atomically, write_json
+from hydralens.models.lens import LensModel
+from hydralens.patching.restriction import SINKS, WINDOW
+from hydralens.probes import reasoning, retrieval
+from hydralens.report import RunResult, run_figures, write_report
+from hydralens.scoring import score_heads
+from hydralens.selection import heads_for_ratio, select_heads
+from hydralens.similarity import head_similarity, layer_similarity
+from hydralens.validation import knockout_curve, mask_preview, random_masks
+
+KNOCKOUTS = (0, 1, 2, 4, 8, 16, 32)  # ranks at which the knock-out curve is read; K, the mask's size, is added
+CHECK_SHAPES = ("niah_single_2", "niah_multikey_1")  # what the checks ask: one needle, and one needle among others
+CHECK_SEED = 1_000_003  # added to the seed: the checks' prompts are never those the heads were scored on
+
+
+def run(
+    model: LensModel,
+    out: str | Path,
+    *,
+    ratio: str = "7:1",
+    rule: str = "global",
+    n_pairs: int = 8,
+    n_tokens: int = 256,
+    n_check: int = 16,
+    n_draws: int = 3,
+    seed: int = 0,
+    verbose: bool = True,
+) -> RunResult:
+    """Probe, score, select, check, draw and report; every file of the run is in ``out`` afterwards.
+
+    A killed run goes on where it stopped: finished probes are kept in ``out/shards`` until the scores are written.
+
+    Args:
+        ratio, rule: how heads are selected, see ``select_heads``.
+        n_pairs, n_tokens: pairs per probe, and tokens per retrieval prompt.
+        n_check, n_draws: prompts per task, and random draws, of the knock-out curve and the mask preview.
+
+    Raises:
+        ProbeNotSolvedError: the model solves no retrieval probe; nothing is exported.
+        InputError: a wrong argument, or ``out`` cannot be written.
+    """
+    out, wall = Path(out), {}
+    k = heads_for_ratio(ratio, model.info.n_layers * model.info.n_heads)
+    for name, value in (("n_pairs", n_pairs), ("n_check", n_check), ("n_draws", n_draws)):
+        if value < 1:
+            raise InputError(f"{name} is {value}; it must be at least 1")
+    check_writable(out)
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        wall[name] = round(time.perf_counter() - start, 1)
+
+    with phase("probes"):
+        probes = retrieval(model, n_pairs, n_tokens, seed) + reasoning(model, n_pairs, seed)
+        checks = retrieval(model, n_check, n_tokens, seed + CHECK_SEED, shapes=CHECK_SHAPES, corruptions=("value",))
+    with phase("scores"):
+        # A model may solve no reasoning probe; retrieval is what a mask is for.
+        scores = score_heads(model, probes, required=("retrieval",), shards=out / "shards", verbose=verbose)
+    mask = select_heads(scores, ratio, rule=rule, seed=seed)
+    with phase("similarity"):
+        clean = [probe.select([0]) for probe in probes]
+        layers, heads = layer_similarity(model, clean), head_similarity(model, clean)
+    with phase("knock-out"):
+        counts = sorted({*(count for count in KNOCKOUTS if count < k), k})
+        knockout = knockout_curve(model, scores.top(k), checks, counts, n_draws, seed, verbose)
+    with phase("mask preview"):
+        shape = mask.array.shape
+        every, none = torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        masks = {"all heads full": [every], "selected": [mask.array], "random": random_masks(shape, k, n_draws, seed), "no head full": [none]}
+        preview = mask_preview(model, masks, checks, verbose=verbose)
+
+    arguments = {"ratio": ratio, "rule": rule, "n_pairs": n_pairs, "n_tokens": n_tokens, "n_check": n_check, "n_draws": n_draws, "seed": seed}
+    result = RunResult(
+        model=model.info,
+        scores=scores,
+        mask=mask,
+        layer_similarity=layers,
+        head_similarity=heads,
+        knockout=knockout,
+        preview=preview,
+        solved=scores.solved,
+        stability=scores.split_half(k),
+        settings=arguments | {"preview": {"window": WINDOW, "sinks": SINKS}, **environment(model), "wall_seconds": wall},
+    )
+    with phase("files"):
+        _write(out, result, wall)
+    rmtree(out / "shards", ignore_errors=True)
+    return result
+
+
+def environment(model: LensModel) -> dict[str, Any]:
+    """Versions, device and dtype, as ``run.json`` records them."""
+    packages = ("hydralens", "torch", "transformers", "numpy")
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return {
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
+        "device": device,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a folder that cannot be written before the long work, not after it.
+
+    Raises:
+        InputError: with the reason.
+    """
+    write_atomically(out / ".writable", lambda path: path.write_text("")).unlink()
+
+
+def _write(out: Path, result: RunResult, wall: dict[str, float]) -> None:
+    result.scores.save(out)
+    result.mask.save(out / "head_mask.json")
+    result.layer_similarity.save_csv(out / "layer_similarity.csv")
+    result.head_similarity.save_csv(out / "head_similarity.csv")
+    for name in ("knockout", "preview"):
+        frame = getattr(result, name)
+        write_atomically(out / f"{name}.csv", lambda path, frame=frame: frame.to_csv(path, index=False, float_format="%.6g"))
+    save_figures(run_figures(result), out / "figures")
+    write_report(out / "report.html", result)
+    write_json(
+        out / "run.json",
+        {
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": result.model.model_dump(),
+            **result.settings,
+            "probes": result.solved,
+            "stability": result.stability,
+            "wall_seconds": wall,
+        },
+    )

@@ -1,0 +1,129 @@
+"""Does the mask mean anything? Two checks on prompts that were not used for scoring, each beside random heads.
+
+``knockout_curve``: retrieval accuracy as the best heads are ablated (HydraHead Fig. 9b). ``mask_preview``: accuracy when every
+head outside the mask sees only attention sinks and a recent window, without any training.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from scipy.stats import binomtest
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from hydralens.models.forward import Attention, trace
+from hydralens.models.lens import LensModel
+from hydralens.patching.ablation import ablate, mean_z
+from hydralens.patching.activation import Pair, unpad
+from hydralens.patching.restriction import SINKS, WINDOW, restricted_attention
+from hydralens.probes.base import Probe
+
+Heads = list[tuple[int, int]]
+
+
+@torch.no_grad()
+def knockout_curve(
+    model: LensModel, ranking: Heads, probes: Sequence[Probe], counts: Sequence[int], n_draws: int = 3, seed: int = 0, verbose: bool = False
+) -> pd.DataFrame:
+    """Accuracy with the first ``k`` heads of ``ranking`` mean-ablated, for each ``k`` in ``counts``, beside random heads of the same layers.
+
+    The mean is taken over the probes' own clean prompts. A random draw takes as many heads from each layer as the ranking does,
+    none of them among the ranking's first ``k``; where a layer has too few others, the rest comes from other layers.
+
+    Returns:
+        One row per (k, order, draw): k, order (``scored`` or ``random``), draw, accuracy (first answer token by argmax),
+        ci_low, ci_high (95 % Wilson), margin (logits, answer minus best other token), n_prompts.
+    """
+    generator = np.random.default_rng(seed)
+    sets = [(k, "scored", 0, ranking[:k]) for k in counts]
+    sets += [(k, "random", draw, _others_of_same_layers(ranking[:k], model, generator)) for k in counts if k for draw in range(n_draws)]
+    reference = mean_z(model, probes)
+    margins = np.empty((len(sets), sum(probe.n_pairs for probe in probes)))
+    for prompt, pair in enumerate(tqdm(list(_pairs(model, probes)), desc="knock-out", disable=not verbose)):
+        tokens, columns = pair.clean[None], torch.arange(len(pair.clean), device=model.device)
+        whole = trace(model.anatomy, tokens, columns, ("residual",))
+        for row, (_, _, _, heads) in enumerate(sets):
+            if not heads:
+                margins[row, prompt] = _margin(model, whole.final[0, pair.read[0]], pair)
+                continue
+            first = min(layer for layer, _ in heads)  # up to here the run is the whole model's
+            with ablate(model, heads, "mean", reference):
+                run = trace(model.anatomy, tokens, pair.read[:1], start=(first, whole.residual[first]))
+            margins[row, prompt] = _margin(model, run.final[0, 0], pair)
+    return pd.DataFrame([{"k": k, "order": order, "draw": draw} | _summary(margins[row]) for row, (k, order, draw, _) in enumerate(sets)])
+
+
+@torch.no_grad()
+def mask_preview(
+    model: LensModel,
+    masks: Mapping[str, Sequence[Bool[Tensor, "layer head"]]],
+    probes: Sequence[Probe],
+    window: int = WINDOW,
+    sinks: int = SINKS,
+    verbose: bool = False,
+) -> pd.DataFrame:
+    """Accuracy when heads outside a mask see only ``sinks`` and the last ``window`` positions, at every position of the prompt.
+
+    Args:
+        masks: name -> masks (several for random draws), each bool ``[layer, head]``, True = the head sees everything.
+
+    Returns:
+        One row per (mask, draw, task): mask, draw, task (the probe's name), accuracy, ci_low, ci_high, margin, n_prompts.
+    """
+    rows = []
+    draws = [(name, draw, mask) for name, group in masks.items() for draw, mask in enumerate(group)]
+    for name, draw, mask in tqdm(draws, desc="mask preview", disable=not verbose):
+        attention: Attention | None = None if mask.all() else restricted_attention(model.anatomy, mask, window, sinks)
+        for probe in probes:
+            margins = []
+            for pair in _pairs(model, [probe]):
+                run = trace(model.anatomy, pair.clean[None], pair.read[:1], attention=attention)
+                margins.append(_margin(model, run.final[0, 0], pair))
+            rows.append({"mask": name, "draw": draw, "task": probe.name} | _summary(np.array(margins)))
+    return pd.DataFrame(rows)
+
+
+def random_masks(shape: tuple[int, int], k: int, n_draws: int, seed: int = 0) -> list[Bool[Tensor, "layer head"]]:
+    """``n_draws`` masks of ``k`` heads drawn from the whole model."""
+    generator = np.random.default_rng(seed)
+    masks = torch.zeros(n_draws, shape[0] * shape[1], dtype=torch.bool)
+    for mask in masks:
+        mask[torch.from_numpy(generator.choice(mask.numel(), k, replace=False))] = True
+    return list(masks.reshape(n_draws, *shape))
+
+
+def _others_of_same_layers(chosen: Heads, model: LensModel, generator: np.random.Generator) -> Heads:
+    taken, drawn, missing = set(chosen), [], 0
+    for layer in sorted({layer for layer, _ in chosen}):
+        wanted = sum(layer == other for other, _ in chosen)
+        free = [(layer, head) for head in range(model.info.n_heads) if (layer, head) not in taken]
+        picked = generator.permutation(len(free))[:wanted]
+        drawn += [free[index] for index in picked]
+        missing += wanted - len(picked)
+    left = [cell for cell in np.ndindex(model.info.n_layers, model.info.n_heads) if cell not in taken and cell not in set(drawn)]
+    return drawn + [left[index] for index in generator.permutation(len(left))[:missing]]
+
+
+def _pairs(model: LensModel, probes: Sequence[Probe]) -> Iterator[Pair]:
+    """Clean prompts cut after the first read position: the first answer token decides."""
+    for probe in probes:
+        for index in range(probe.n_pairs):
+            pair = unpad(probe, index, model.device)
+            stop = int(pair.read[0]) + 1
+            yield Pair(pair.clean[:stop], pair.corrupt[:stop], pair.answer[:1], pair.foil[:1], pair.read[:1], pair.needle)
+
+
+def _margin(model: LensModel, residual: Tensor, pair: Pair) -> float:
+    logits = model.anatomy.logits(residual[None])[0]
+    answer: Int[Tensor, ""] = pair.answer[0]
+    best_other = logits.index_fill(0, answer[None], float("-inf")).max()
+    return float(logits[answer] - best_other)
+
+
+def _summary(margins: np.ndarray) -> dict:
+    right = int((margins > 0).sum())
+    low, high = binomtest(right, len(margins)).proportion_ci(method="wilson")
+    return {"accuracy": right / len(margins), "ci_low": low, "ci_high": high, "margin": float(margins.mean()), "n_prompts": len(margins)}
