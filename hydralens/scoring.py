@@ -1,9 +1,14 @@
-"""From effects to scores: what each head is worth per probe, per capability and overall (HydraHead Eq. 11-12)."""
+"""From effects to scores: what each head is worth per probe, per capability and overall.
+
+Two methods. ``paper`` is HydraHead's composite (Eq. 11-12): heads whose output carries the answer. ``restriction`` scores a head by
+what the mask would do to it: what limiting it to sinks and a recent window costs the answer.
+"""
 
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +21,23 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from hydralens.errors import InputError, ProbeNotSolvedError
+from hydralens.errors import InputError, ProbeNotSolvedError, check_word
 from hydralens.files import write_atomically, write_json
 from hydralens.models.info import ModelInfo
 from hydralens.models.lens import LensModel
 from hydralens.patching.activation import activation_patch
 from hydralens.patching.effects import HeadEffects
 from hydralens.patching.metric import DECAY
+from hydralens.patching.restriction import SINKS, WINDOW, restriction_effects
 from hydralens.probes.base import Probe
 
 THRESHOLD = 0.01  # an effect above this makes a head count for a probe (paper section 1.5)
 FLOOR = 0.5  # logits by which clean must exceed corrupt before a pair's effects mean anything
 MIN_SOLVED = 0.5  # share of a probe's pairs that must pass
+RESTRICTION_PAIRS = 4  # pairs per probe whose clean prompt is scored by restriction: each costs about twelve forwards
+METHODS = ("paper", "restriction")
 
+ROLES = ("receivers", "senders", "restriction")
 Effects = Mapping[str, Mapping[str, HeadEffects]]  # capability -> probe label -> effects
 
 
@@ -38,10 +47,11 @@ class HeadScores:
 
     Attributes:
         model: which model.
-        receivers: capability -> probe label (``name/corruption``) -> direct effects (HydraHead Eq. 10).
+        receivers: capability -> probe label (``name/corruption``) -> direct effects (HydraHead Eq. 10); measured by every method.
         composite: float32 ``[layer, head]``, the score that selection uses; 0 where a head carries no signal.
         probes: one entry per probe as ``head_mask.json`` lists them: name, capability, n_pairs, n_tokens, seed, direction, metric.
         senders: the same mapping for effects through the receivers (path patching); empty when not measured.
+        restriction: the same mapping for restriction effects; empty unless they made the composite.
         solved: one entry per probe asked, also of those left out: probe, corruption, capability, n_pairs, n_solved, used.
         method: how ``composite`` was made.
     """
@@ -51,6 +61,7 @@ class HeadScores:
     composite: Float[Tensor, "layer head"]
     probes: list[dict]
     senders: Effects = field(default_factory=dict)
+    restriction: Effects = field(default_factory=dict)
     solved: list[dict] = field(default_factory=list)
     method: str = "paper"
 
@@ -73,7 +84,7 @@ class HeadScores:
         return [divmod(cell, self.model.n_heads) for cell in order]
 
     def map(self, column: str) -> Float[Tensor, "layer head"]:
-        """One column as a map: ``score``, ``rank``, a capability's name (its score before scaling) or a probe label (its mean raw effect).
+        """One column as a map: ``score``, ``rank``, a capability (its Eq. 11 score before scaling) or a probe label (its mean raw direct effect).
 
         Raises:
             InputError: no such column; the message lists those there are.
@@ -98,7 +109,7 @@ class HeadScores:
         for capability, effects in self.receivers.items():
             for label, effect in effects.items():
                 low, high = effect.interval()
-                sender = self.senders.get(capability, {}).get(label)
+                sender, restricted = (role.get(capability, {}).get(label) for role in (self.senders, self.restriction))
                 raw = effect.values.flatten().numpy()
                 measured = {
                     "receiver_ie": raw.clip(0, 1),
@@ -107,6 +118,7 @@ class HeadScores:
                     "ci_low": low.flatten().numpy(),
                     "ci_high": high.flatten().numpy(),
                     "n_pairs": effect.n_pairs,
+                    "restriction_ie": np.nan if restricted is None else restricted.values.flatten().numpy(),
                 }
                 frames.append(pd.DataFrame({"capability": capability, "probe": label, **place, **measured}))
         composite = {"score": self.composite.flatten().numpy(), "rank": self.rank.flatten().numpy()}
@@ -118,7 +130,12 @@ class HeadScores:
 
         Spearman over all heads is low when most scores are zero, however stable the top is; so both are given.
         """
-        halves = [_composite({c: {label: _half(e, parity) for label, e in effects.items()} for c, effects in self.receivers.items()}, {}) for parity in (0, 1)]
+        halves = []
+        for parity in (0, 1):
+            receivers, restriction = (
+                {c: {label: _half(e, parity) for label, e in m.items()} for c, m in r.items()} for r in (self.receivers, self.restriction)
+            )
+            halves.append(restriction_score(restriction) if self.method == "restriction" else paper_score(receivers, {}))
         tops = [set(half.flatten().argsort(descending=True, stable=True)[:k].tolist()) for half in halves]
         return {"k": k, "top_k_overlap": len(tops[0] & tops[1]) / k, "spearman": float(spearmanr(*(half.flatten().numpy() for half in halves)).statistic)}
 
@@ -126,7 +143,7 @@ class HeadScores:
         """Write ``head_scores.csv`` (for people and other tools), ``scores.json`` and ``effects.safetensors`` (for ``load``)."""
         folder = Path(folder)
         tensors, entries = {"composite": self.composite.contiguous()}, []
-        for role in ("receivers", "senders"):
+        for role in ROLES:
             for capability, effects in getattr(self, role).items():
                 for label, effect in effects.items():
                     arrays, fields = effect.split()
@@ -148,7 +165,7 @@ class HeadScores:
         try:
             about = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
             tensors = load_file(folder / "effects.safetensors")
-            roles: dict[str, dict[str, dict[str, HeadEffects]]] = {"receivers": {}, "senders": {}}
+            roles: dict[str, dict[str, dict[str, HeadEffects]]] = {role: {} for role in ROLES}
             for index, entry in enumerate(about["effects"]):
                 arrays = {name.split(".", 1)[1]: value for name, value in tensors.items() if name.startswith(f"{index}.")}
                 roles[entry["role"]].setdefault(entry["capability"], {})[entry["label"]] = HeadEffects(**entry["effect"], **arrays)
@@ -165,23 +182,28 @@ def score_heads(
     model: LensModel,
     probes: Sequence[Probe],
     *,
+    method: str = "paper",
     required: Collection[str] | None = None,
     floor: float = FLOOR,
     shards: str | Path | None = None,
     verbose: bool = False,
 ) -> HeadScores:
-    """Measure every head's direct effect on every probe and combine them as HydraHead does (Eq. 11-12).
+    """Score every head on every probe.
 
-    A pair counts when the model answers its clean prompt (first answer token by argmax) and its clean metric exceeds its corrupt
-    metric by ``floor`` logits. A probe is used when at least half of its pairs count; probes left out are listed in ``solved``.
+    Direct effects are always measured. A pair counts when the model answers its clean prompt (first answer token by argmax) and
+    its clean metric exceeds its corrupt metric by ``floor`` logits; a probe is used when at least half of its pairs count, and
+    probes left out are listed in ``solved``.
 
     Args:
+        method: what the composite is: ``paper`` (Eq. 11-12 from the direct effects) or ``restriction`` (the clean prompts of the
+            first pairs of one corruption of each used probe, where restricting all heads costs at least ``floor`` logits).
         required: capabilities of which at least one probe must be used; default: all that are asked.
         shards: a folder for the effects of each finished probe, so that a killed run goes on where it stopped.
 
     Raises:
-        ProbeNotSolvedError: no probe of a required capability is used; nothing is scored.
+        ProbeNotSolvedError: no probe of a required capability is used, or restriction costs no probe enough; nothing is scored.
     """
+    check_word("method", method, METHODS)
     if not probes:
         raise InputError("no probes to score with; make some with hydralens.probes.retrieval(model)")
     labels = [f"{probe.name}/{probe.corruption}" for probe in probes]
@@ -191,7 +213,7 @@ def score_heads(
     receivers: dict[str, dict[str, HeadEffects]] = {}
     used, solved = [], []
     for label, probe in zip(tqdm(labels, desc="scoring heads", disable=not verbose), probes, strict=True):
-        effect = _measure(model, probe, floor, shards)
+        effect = _measure(model, probe, "direct", floor, shards)
         passing = int(effect.kept.sum())
         enough = passing >= max(1, MIN_SOLVED * probe.n_pairs)
         solved.append(
@@ -209,7 +231,24 @@ def score_heads(
                 + (f", the best of {len(asked)} {capability} probes" if len(asked) > 1 else "")
                 + "; use shorter prompts (n_tokens), other probes or another model"
             )
-    return HeadScores(model=model.info, receivers=receivers, composite=_composite(receivers, {}), probes=used, solved=solved)
+    if method == "paper":
+        return HeadScores(model=model.info, receivers=receivers, composite=paper_score(receivers, {}), probes=used, solved=solved)
+
+    restriction: dict[str, dict[str, HeadEffects]] = {}
+    used = []
+    chosen = _one_per_name([probe for label, probe in zip(labels, probes, strict=True) if label in receivers.get(probe.capability, {})])
+    for probe in tqdm(chosen, desc="restricting heads", disable=not verbose):
+        effect = _measure(model, probe.select(list(range(min(probe.n_pairs, RESTRICTION_PAIRS)))), "restriction", floor, shards)
+        if effect.kept.any():
+            label = f"{probe.name}/{probe.corruption}"
+            restriction.setdefault(probe.capability, {})[label] = effect
+            used.append(_describe(label, probe, effect.n_pairs) | {"direction": "restriction", "metric": f"logit difference, window {WINDOW}, sinks {SINKS}"})
+    if not restriction:
+        raise ProbeNotSolvedError(
+            f"restricting every head to {SINKS} sinks and {WINDOW} positions costs no probe {floor} logits; use longer prompts (n_tokens) or method 'paper'"
+        )
+    composite = restriction_score(restriction)
+    return HeadScores(model=model.info, receivers=receivers, restriction=restriction, composite=composite, probes=used, solved=solved, method="restriction")
 
 
 def capability_score(receivers: Mapping[str, HeadEffects], senders: Mapping[str, HeadEffects]) -> Float[Tensor, "layer head"]:
@@ -230,7 +269,7 @@ def capability_score(receivers: Mapping[str, HeadEffects], senders: Mapping[str,
     return strength.mean(0) * coverage
 
 
-def _composite(receivers: Effects, senders: Effects) -> Float[Tensor, "layer head"]:
+def paper_score(receivers: Effects, senders: Effects) -> Float[Tensor, "layer head"]:
     """Eq. 12: capability scores scaled to [0, 1] by min-max over heads, averaged with equal weights."""
     total = 0
     for capability, effects in receivers.items():
@@ -240,13 +279,32 @@ def _composite(receivers: Effects, senders: Effects) -> Float[Tensor, "layer hea
     return total / len(receivers)
 
 
-def _measure(model: LensModel, probe: Probe, floor: float, shards: str | Path | None) -> HeadEffects:
-    """Direct effects; ``kept`` marks the pairs that count. Read from the shard of the same model, tokens and floor where there is one."""
-    path = None if shards is None else Path(shards) / f"{_key(model, probe, floor)}.safetensors"
+def restriction_score(restriction: Effects) -> Float[Tensor, "layer head"]:
+    """Mean restriction effect, over the pairs of a probe and then over the probes of all capabilities.
+
+    Negative values of single pairs count as 0: a head that a pair would rather see restricted is no evidence against the pairs
+    that need it, and the ranking is steadier so.
+    """
+    return torch.stack([effect.per_pair[effect.kept].clamp(min=0).mean(0) for effects in restriction.values() for effect in effects.values()]).mean(0)
+
+
+def _one_per_name(probes: Sequence[Probe]) -> list[Probe]:
+    """One corruption of each probe, whose clean prompts alone are used: preferably one whose counterfactual answer is in the context too."""
+    preference = {"swap": 0, "key": 1, "value": 2}
+    best: dict[str, Probe] = {}
+    for probe in sorted(probes, key=lambda probe: preference.get(probe.corruption, 3)):
+        best.setdefault(probe.name, probe)
+    return [best[name] for name in dict.fromkeys(probe.name for probe in probes)]
+
+
+def _measure(model: LensModel, probe: Probe, kind: str, floor: float, shards: str | Path | None) -> HeadEffects:
+    """Effects of one kind; ``kept`` marks the pairs that count. Read from the shard of the same model, tokens and settings where there is one."""
+    path = None if shards is None else Path(shards) / f"{_key(model, probe, kind, floor)}.safetensors"
     if path is not None and path.exists():
         with safe_open(path, "pt") as file:
             return HeadEffects(**json.loads(file.metadata()["fields"]), **{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    effect = activation_patch(model, probe, min_span=0)  # which pairs count is decided here
+    # Which pairs count is decided here, so none is dropped before.
+    effect = activation_patch(model, probe, min_span=0) if kind == "direct" else restriction_effects(model, probe)
     effect = replace(effect, kept=effect.answered & (effect.clean_metric - effect.corrupt_metric >= floor))
     if path is not None:
         tensors, fields = effect.split()
@@ -254,8 +312,8 @@ def _measure(model: LensModel, probe: Probe, floor: float, shards: str | Path | 
     return effect
 
 
-def _key(model: LensModel, probe: Probe, floor: float) -> str:
-    digest = hashlib.sha256(f"{model.info.fingerprint} {model.dtype} {probe.name} {probe.corruption} {floor}".encode())
+def _key(model: LensModel, probe: Probe, kind: str, floor: float) -> str:
+    digest = hashlib.sha256(f"{version('hydralens')} {model.info.fingerprint} {model.dtype} {probe.name} {probe.corruption} {kind} {floor}".encode())
     for tensor in (probe.clean, probe.corrupt, probe.attention_mask, probe.answer, probe.foil, probe.read_positions):
         digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -1,30 +1,126 @@
-"""Attention restricted to sinks and a recent window: what a mask does to the heads it does not keep, without training anything."""
+"""Attention restricted to sinks and a recent window: what a mask does to the heads it does not keep, without training anything.
+
+``restricted_attention`` applies it to the heads outside a mask; ``restriction_effects`` scores every head by what it would cost.
+"""
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from hydralens.models.anatomy import Anatomy
+from hydralens.models.anatomy import Anatomy, Layer
 from hydralens.models.forward import Attention, attend
+from hydralens.models.lens import LensModel
+from hydralens.patching.activation import Pair, unpad
+from hydralens.patching.effects import HeadEffects
+from hydralens.patching.metric import logit_difference
+from hydralens.probes.base import Probe
 
-WINDOW, SINKS = 64, 4  # the sizes of the preview: the last 64 positions, the query's own included, and the first 4
+WINDOW, SINKS = 64, 4  # a restricted head sees the last 64 positions, its own included, and the first 4
+STEPS = 5  # midpoints of the path from restricted to full
 
 
 def restricted_attention(anatomy: Anatomy, keep: Bool[Tensor, "layer head"], window: int = WINDOW, sinks: int = SINKS) -> Attention:
     """For ``trace``: heads in ``keep`` attend as the model does, every other head only to ``sinks`` and the last ``window`` positions.
 
-    A layer that already has a shorter window of its own keeps it for its restricted heads (with the sinks added).
+    A layer with a sliding window of its own never sees more than that: there restriction is to the shorter window, without sinks.
     """
 
     def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer, kept = anatomy.layers[index], keep[index].to(q.device)
-        own = {"scale": layer.scale, "softcap": layer.softcap}
-        narrow = window if layer.window is None else min(window, layer.window)
-        if kept.all():
-            return attend(q, k, v, **own, window=layer.window)
-        restricted = attend(q, k, v, **own, window=narrow, sinks=sinks)
-        if not kept.any():
-            return restricted
-        return torch.where(kept[:, None], attend(q, k, v, **own, window=layer.window), restricted)
+        full, restricted = _both(anatomy.layers[index], q, k, v, window, sinks)
+        return torch.where(keep[index].to(q.device)[:, None], full, restricted)
 
     return attention
+
+
+def restriction_effects(
+    model: LensModel, probe: Probe, *, steps: int = STEPS, window: int = WINDOW, sinks: int = SINKS, checkpoint_from: int = 2048
+) -> HeadEffects:
+    """What restricting each head costs the answer, for all heads at once: integrated gradients over a gate per head.
+
+    Every head is ``z(a) = a * full + (1 - a) * restricted``, both from the same q, k, v. With all gates on the common path from 0
+    to 1, a head's score is the gradient of the metric (logit of the first answer token minus the counterfactual's) with respect to
+    its gate, averaged over ``steps`` midpoints of the path and divided by the metric of the whole model. By completeness the scores
+    of a pair sum to (m(1) - m(0)) / m(1); ``completeness_error`` says how nearly.
+
+    Only the clean prompts are run: ``steps`` forwards and backwards and two forwards a pair.
+
+    Args:
+        checkpoint_from: prompts of this many tokens or more recompute each layer in the backward pass, so that memory does not
+            grow with the number of layers times positions.
+
+    Returns:
+        HeadEffects with ``clean_metric`` of the whole model (all gates 1) and ``corrupt_metric`` of the restricted one (all 0).
+    """
+    anatomy = model.anatomy
+    model.warn_of_bypassed_hooks()
+    per_pair = torch.full((probe.n_pairs, anatomy.n_layers, anatomy.n_heads), torch.nan)
+    ends, answered = torch.full((2, probe.n_pairs), torch.nan), torch.zeros(probe.n_pairs, dtype=torch.bool)
+    for index in range(probe.n_pairs):
+        pair = unpad(probe, index, model.device)
+        tokens, read = pair.clean[None, : int(pair.read[0]) + 1], int(pair.read[0])
+
+        def measure(run: Float[Tensor, "1 1 d_model"], pair: Pair = pair) -> Float[Tensor, ""]:
+            return logit_difference(anatomy, run, pair.answer, pair.foil, "first")[0]
+
+        gradient = torch.zeros(anatomy.n_layers, anatomy.n_heads, device=model.device)
+        for step in range(steps):
+            gates = torch.full_like(gradient, (step + 0.5) / steps, requires_grad=True)
+            metric = measure(_gated_run(anatomy, tokens, gates, window, sinks, len(tokens[0]) >= checkpoint_from)[:, read:])
+            gradient += torch.autograd.grad(metric, gates)[0] / steps
+        with torch.no_grad():
+            whole, narrow = (_gated_run(anatomy, tokens, torch.full_like(gradient, a), window, sinks, False)[:, read:] for a in (1.0, 0.0))
+            ends[:, index] = torch.stack((measure(whole), measure(narrow))).float().cpu()
+            answered[index] = bool(anatomy.logits(whole[0, 0]).argmax() == pair.answer[0])
+        per_pair[index] = gradient.float().cpu() / ends[0, index]
+    return HeadEffects(
+        per_pair=per_pair,
+        component="gate",
+        mode="restriction",
+        direction="integrated",
+        positions="all",
+        clean_metric=ends[0],
+        corrupt_metric=ends[1],
+        kept=ends[0] > 0,
+        answered=answered,
+        n_heads=anatomy.n_heads,
+        n_kv_heads=anatomy.n_kv_heads,
+        probe=probe.name,
+        capability=probe.capability,
+        corruption=probe.corruption,
+        readout="first",
+    )
+
+
+def completeness_error(effects: HeadEffects) -> float:
+    """How far the scores are from summing to the metric's change, all restricted to all full: relative, over the kept pairs together."""
+    change = (effects.clean_metric - effects.corrupt_metric)[effects.kept]
+    explained = (effects.per_pair.sum((1, 2)) * effects.clean_metric)[effects.kept]
+    return float((explained - change).sum().abs() / change.sum().abs())
+
+
+def _gated_run(
+    anatomy: Anatomy, tokens: Int[Tensor, "1 pos"], gates: Float[Tensor, "layer head"], window: int, sinks: int, save_memory: bool
+) -> Float[Tensor, "1 pos d_model"]:
+    """Final residual stream with every head between full (gate 1) and restricted (gate 0) attention."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    residual = anatomy.embed(tokens, positions)
+    ropes = anatomy.rope(residual, positions)
+
+    def run_layer(layer: Layer, residual: Tensor, gate: Float[Tensor, "head"]) -> Tensor:
+        q, k, v = layer.project(residual, ropes[layer.rope_kind])
+        full, restricted = _both(layer, q, k, v, window, sinks)
+        return layer.feed(residual + layer.write(torch.lerp(restricted, full, gate[:, None].to(full.dtype))))
+
+    for layer, gate in zip(anatomy.layers, gates, strict=True):
+        residual = checkpoint(run_layer, layer, residual, gate, use_reentrant=False) if save_memory else run_layer(layer, residual, gate)
+    return residual
+
+
+def _both(layer: Layer, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Tensor, Tensor]:
+    """z of every head under the model's own attention and under the restricted one, which never sees more."""
+    own = {"scale": layer.scale, "softcap": layer.softcap}
+    full = attend(q, k, v, **own, window=layer.window)
+    if layer.window is None:
+        return full, attend(q, k, v, **own, window=window, sinks=sinks)
+    return full, full if layer.window <= window else attend(q, k, v, **own, window=window)

@@ -84,7 +84,7 @@ def test_restricted_attention_equals_a_mask_per_head(family):
     def dense(index, q, k, v):
         layer = anatomy.layers[index]
         own = (distance >= 0) & (distance < (layer.window or 99))
-        recent = (distance >= 0) & ((distance < min(window, layer.window or 99)) | (torch.arange(30) < sinks))
+        recent = (distance >= 0) & ((distance < min(window, layer.window or 99)) | ((torch.arange(30) < sinks) if layer.window is None else False))
         visible = torch.where(keep[index][:, None, None], own, recent)
         k, v = (x.repeat_interleave(anatomy.group, 1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * layer.scale
