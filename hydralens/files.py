@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from hydralens.errors import InputError
 
 
@@ -29,8 +31,8 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> Path:
         write(temporary)
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}; choose a writable folder with free space") from error
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; choose a writable folder with free space") from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)

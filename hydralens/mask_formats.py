@@ -55,11 +55,11 @@ def export_mask(mask: HeadMask, path: str | Path, format: Format) -> Path:
             if split:
                 layer, kv_head = split[0]
                 raise InputError(
-                    f"mask[{layer}] splits the group of KV head {kv_head}, and duo files hold KV heads; choose how to reduce groups: mask.to_kv('any')"
+                    f"mask[{layer}] splits the group of KV head {kv_head}, duo files hold KV heads; reduce groups first: mask.to_kv('any'), or --space kv"
                 )
         return write_text(path, "".join("\t".join(f"{gate:.1f}" for gate in row) + "\n" for row in mask.kept_kv_heads.double().tolist()))
     if mask.space == "kv":
-        raise InputError(f"mask: space is 'kv', and {format} files hold query heads; repeat it over its groups first: mask.to_query()")
+        raise InputError(f"mask: space is 'kv', and {format} files hold query heads; repeat it over its groups first: mask.to_query(), or --space query")
     rows = mask.mask
     heads = [(layer, head) for layer, row in enumerate(rows) for head, full in enumerate(row) if full]
     match format:

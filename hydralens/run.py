@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -13,17 +14,17 @@ from typing import Any
 
 import torch
 
-from hydralens.errors import InputError
+from hydralens.errors import InputError, check_word
 from hydralens.figures.saving import save_figures
 from hydralens.files import write_atomically, write_json
 from hydralens.models.lens import LensModel
 from hydralens.patching.restriction import SINKS, WINDOW
 from hydralens.probes import reasoning, retrieval
 from hydralens.report import RunResult, run_figures, write_report
-from hydralens.scoring import score_heads
-from hydralens.selection import heads_for_ratio, select_heads
+from hydralens.scoring import paper_score, score_heads
+from hydralens.selection import RULES, heads_for_ratio, select_heads
 from hydralens.similarity import head_similarity, layer_similarity
-from hydralens.validation import knockout_curve, mask_preview, random_masks
+from hydralens.validation import far_prompts, knockout_curve, mask_preview, random_masks
 
 KNOCKOUTS = (0, 1, 2, 4, 8, 16, 32)  # ranks at which the knock-out curve is read; K, the mask's size, is added
 CHECK_SHAPES = ("niah_single_2", "niah_multikey_1")  # what the checks ask: one needle, and one needle among others
@@ -36,6 +37,7 @@ def run(
     *,
     ratio: str = "7:1",
     rule: str = "global",
+    method: str = "restriction",
     n_pairs: int = 8,
     n_tokens: int = 256,
     n_check: int = 16,
@@ -49,6 +51,7 @@ def run(
 
     Args:
         ratio, rule: how heads are selected, see ``select_heads``.
+        method: what scores a head, see ``score_heads``; unless it is ``paper``, the preview shows the paper's mask beside the selected one.
         n_pairs, n_tokens: pairs per probe, and tokens per retrieval prompt.
         n_check, n_draws: prompts per task, and random draws, of the knock-out curve and the mask preview.
 
@@ -58,9 +61,10 @@ def run(
     """
     out, wall = Path(out), {}
     k = heads_for_ratio(ratio, model.info.n_layers * model.info.n_heads)
-    for name, value in (("n_pairs", n_pairs), ("n_check", n_check), ("n_draws", n_draws)):
-        if value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
+    check_word("rule", rule, RULES)
+    for name, value, least in (("n_pairs", n_pairs, 1), ("n_check", n_check, 1), ("n_draws", n_draws, 1), ("seed", seed, 0)):
+        if value < least:
+            raise InputError(f"{name} is {value}; it must be at least {least}")
     check_writable(out)
 
     @contextmanager
@@ -72,12 +76,14 @@ def run(
     with phase("probes"):
         probes = retrieval(model, n_pairs, n_tokens, seed) + reasoning(model, n_pairs, seed)
         checks = retrieval(model, n_check, n_tokens, seed + CHECK_SEED, shapes=CHECK_SHAPES, corruptions=("value",))
+        for probe in checks:
+            far_prompts(model, probe)  # prompts too short for the preview are refused before the long work
     with phase("scores"):
         # A model may solve no reasoning probe; retrieval is what a mask is for.
-        scores = score_heads(model, probes, required=("retrieval",), shards=out / "shards", verbose=verbose)
+        scores = score_heads(model, probes, method=method, required=("retrieval",), shards=out / "shards", verbose=verbose)
     mask = select_heads(scores, ratio, rule=rule, seed=seed)
     with phase("similarity"):
-        clean = [probe.select([0]) for probe in probes]
+        clean = [probe.select([0]) for probe in {probe.name: probe for probe in probes}.values()]  # one prompt of each probe
         layers, heads = layer_similarity(model, clean), head_similarity(model, clean)
     with phase("knock-out"):
         counts = sorted({*(count for count in KNOCKOUTS if count < k), k})
@@ -85,10 +91,13 @@ def run(
     with phase("mask preview"):
         shape = mask.array.shape
         every, none = torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        masks = {"all heads full": [every], "selected": [mask.array], "random": random_masks(shape, k, n_draws, seed), "no head full": [none]}
+        masks = {"all heads full": [every], "selected": [mask.array], "random": random_masks(shape, mask.n_full, n_draws, seed), "no head full": [none]}
+        if method != "paper":
+            papers = replace(scores, method="paper", composite=paper_score(scores.receivers, scores.senders))
+            masks["paper's composite"] = [select_heads(papers, ratio, rule=rule, seed=seed).array]
         preview = mask_preview(model, masks, checks, verbose=verbose)
 
-    arguments = {"ratio": ratio, "rule": rule, "n_pairs": n_pairs, "n_tokens": n_tokens, "n_check": n_check, "n_draws": n_draws, "seed": seed}
+    arguments = {"ratio": ratio, "rule": rule, "method": method, "n_pairs": n_pairs, "n_tokens": n_tokens, "n_check": n_check, "n_draws": n_draws, "seed": seed}
     result = RunResult(
         model=model.info,
         scores=scores,
@@ -102,7 +111,8 @@ def run(
         settings=arguments | {"preview": {"window": WINDOW, "sinks": SINKS}, **environment(model), "wall_seconds": wall},
     )
     with phase("files"):
-        _write(out, result, wall)
+        _write(out, result)
+    write_json(out / "run.json", _record(result))
     rmtree(out / "shards", ignore_errors=True)
     return result
 
@@ -127,7 +137,7 @@ def check_writable(out: Path) -> None:
     write_atomically(out / ".writable", lambda path: path.write_text("")).unlink()
 
 
-def _write(out: Path, result: RunResult, wall: dict[str, float]) -> None:
+def _write(out: Path, result: RunResult) -> None:
     result.scores.save(out)
     result.mask.save(out / "head_mask.json")
     result.layer_similarity.save_csv(out / "layer_similarity.csv")
@@ -137,15 +147,14 @@ def _write(out: Path, result: RunResult, wall: dict[str, float]) -> None:
         write_atomically(out / f"{name}.csv", lambda path, frame=frame: frame.to_csv(path, index=False, float_format="%.6g"))
     save_figures(run_figures(result), out / "figures")
     write_report(out / "report.html", result)
-    write_json(
-        out / "run.json",
-        {
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "model": result.model.model_dump(),
-            **result.settings,
-            "probes": result.solved,
-            "stability": result.stability,
-            "wall_seconds": wall,
-        },
-    )
+
+
+def _record(result: RunResult) -> dict[str, Any]:
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": result.model.model_dump(),
+        **result.settings,
+        "probes": result.solved,
+        "stability": result.stability,
+    }

@@ -7,6 +7,7 @@ what the mask would do to it: what limiting it to sinks and a recent window cost
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -64,6 +65,11 @@ class HeadScores:
     restriction: Effects = field(default_factory=dict)
     solved: list[dict] = field(default_factory=list)
     method: str = "paper"
+
+    @property
+    def made_from(self) -> Effects:
+        """The effects that the composite combines."""
+        return self.restriction if self.method == "restriction" else self.receivers
 
     @property
     def n_with_signal(self) -> int:
@@ -162,6 +168,10 @@ class HeadScores:
             InputError: the folder does not hold scores, or holds damaged ones.
         """
         folder = Path(folder)
+        mend = f"make them with: hydralens score MODEL --out {folder}"
+        for name in ("scores.json", "effects.safetensors"):
+            if not (folder / name).is_file():
+                raise InputError(f"{folder} holds no head scores ({name} is missing); {mend}")
         try:
             about = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
             tensors = load_file(folder / "effects.safetensors")
@@ -171,11 +181,9 @@ class HeadScores:
                 roles[entry["role"]].setdefault(entry["capability"], {})[entry["label"]] = HeadEffects(**entry["effect"], **arrays)
             model = ModelInfo(**about["model"])
             return cls(model=model, composite=tensors["composite"], probes=about["probes"], solved=about["solved"], method=about["method"], **roles)
-        except FileNotFoundError as error:
-            missing = Path(error.filename).name
-            raise InputError(f"{folder} holds no head scores ({missing} is missing); make them with: hydralens score MODEL --out {folder}") from error
         except Exception as error:  # whatever a damaged file breaks, the mend is the same
-            raise InputError(f"the head scores in {folder} are damaged ({error}); make them with: hydralens score MODEL --out {folder}") from error
+            reason = " ".join(str(error).split())
+            raise InputError(f"the head scores in {folder} are damaged ({reason}); {mend}") from error
 
 
 def score_heads(
@@ -196,7 +204,7 @@ def score_heads(
 
     Args:
         method: what the composite is: ``paper`` (Eq. 11-12 from the direct effects) or ``restriction`` (the clean prompts of the
-            first pairs of one corruption of each used probe, where restricting all heads costs at least ``floor`` logits).
+            first pairs of one corruption of each used probe, where restricting all heads costs the answer at least ``floor`` nats).
         required: capabilities of which at least one probe must be used; default: all that are asked.
         shards: a folder for the effects of each finished probe, so that a killed run goes on where it stopped.
 
@@ -224,13 +232,7 @@ def score_heads(
             used.append(_describe(label, probe, passing))
     for capability in dict.fromkeys(probe.capability for probe in probes) if required is None else required:
         if capability not in receivers:
-            asked = [entry for entry in solved if entry["capability"] == capability]
-            best = max(asked, key=lambda entry: entry["n_solved"] / entry["n_pairs"])
-            raise ProbeNotSolvedError(
-                f"the model does not solve this probe: {best['n_solved']} of {best['n_pairs']} pairs of {best['probe']}/{best['corruption']}"
-                + (f", the best of {len(asked)} {capability} probes" if len(asked) > 1 else "")
-                + "; use shorter prompts (n_tokens), other probes or another model"
-            )
+            raise ProbeNotSolvedError(_unsolved(capability, solved))
     if method == "paper":
         return HeadScores(model=model.info, receivers=receivers, composite=paper_score(receivers, {}), probes=used, solved=solved)
 
@@ -242,13 +244,24 @@ def score_heads(
         if effect.kept.any():
             label = f"{probe.name}/{probe.corruption}"
             restriction.setdefault(probe.capability, {})[label] = effect
-            used.append(_describe(label, probe, effect.n_pairs) | {"direction": "restriction", "metric": f"logit difference, window {WINDOW}, sinks {SINKS}"})
+            used.append(_describe(label, probe, effect.n_pairs) | {"direction": "restriction", "metric": f"log-probability, window {WINDOW}, sinks {SINKS}"})
     if not restriction:
         raise ProbeNotSolvedError(
-            f"restricting every head to {SINKS} sinks and {WINDOW} positions costs no probe {floor} logits; use longer prompts (n_tokens) or method 'paper'"
+            f"restricting every head to {SINKS} sinks and {WINDOW} positions costs the answer less than {floor} in every probe; "
+            "use longer prompts (n_tokens) or method 'paper'"
         )
     composite = restriction_score(restriction)
     return HeadScores(model=model.info, receivers=receivers, restriction=restriction, composite=composite, probes=used, solved=solved, method="restriction")
+
+
+def _unsolved(capability: str, solved: list[dict]) -> str:
+    asked = [entry for entry in solved if entry["capability"] == capability]
+    if not asked:
+        return f"no {capability} probe was asked, but one is required; add some or leave {capability} out of required"
+    best = max(asked, key=lambda entry: entry["n_solved"] / entry["n_pairs"])
+    counts = f"{best['n_solved']} of {best['n_pairs']} pairs of {best['probe']}/{best['corruption']}"
+    others = f", the best of {len(asked)} {capability} probes" if len(asked) > 1 else ""
+    return f"the model does not solve this probe: {counts}{others}; use shorter prompts (n_tokens), other probes or another model"
 
 
 def capability_score(receivers: Mapping[str, HeadEffects], senders: Mapping[str, HeadEffects]) -> Float[Tensor, "layer head"]:
@@ -289,7 +302,7 @@ def restriction_score(restriction: Effects) -> Float[Tensor, "layer head"]:
 
 
 def _one_per_name(probes: Sequence[Probe]) -> list[Probe]:
-    """One corruption of each probe, whose clean prompts alone are used: preferably one whose counterfactual answer is in the context too."""
+    """One corruption of each probe, whose clean prompts alone are used: preferably swap, whose prompts have a second needle to tell apart."""
     preference = {"swap": 0, "key": 1, "value": 2}
     best: dict[str, Probe] = {}
     for probe in sorted(probes, key=lambda probe: preference.get(probe.corruption, 3)):
@@ -301,7 +314,7 @@ def _measure(model: LensModel, probe: Probe, kind: str, floor: float, shards: st
     """Effects of one kind; ``kept`` marks the pairs that count. Read from the shard of the same model, tokens and settings where there is one."""
     path = None if shards is None else Path(shards) / f"{_key(model, probe, kind, floor)}.safetensors"
     if path is not None and path.exists():
-        with safe_open(path, "pt") as file:
+        with suppress(SafetensorError), safe_open(path, "pt") as file:  # a damaged shard is measured again
             return HeadEffects(**json.loads(file.metadata()["fields"]), **{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     # Which pairs count is decided here, so none is dropped before.
     effect = activation_patch(model, probe, min_span=0) if kind == "direct" else restriction_effects(model, probe)

@@ -14,6 +14,7 @@ from scipy.stats import binomtest
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hydralens.errors import InputError
 from hydralens.models.forward import Attention, trace
 from hydralens.models.lens import LensModel
 from hydralens.patching.ablation import ablate, mean_z
@@ -67,23 +68,38 @@ def mask_preview(
 ) -> pd.DataFrame:
     """Accuracy when heads outside a mask see only ``sinks`` and the last ``window`` positions, at every position of the prompt.
 
+    Only the prompts that need far context are asked, see ``far_prompts``.
+
     Args:
         masks: name -> masks (several for random draws), each bool ``[layer, head]``, True = the head sees everything.
 
     Returns:
         One row per (mask, draw, task): mask, draw, task (the probe's name), accuracy, ci_low, ci_high, margin, n_prompts.
+
+    Raises:
+        InputError: every prompt of a probe is left out.
     """
-    rows = []
+    rows, far = [], {probe.name: far_prompts(model, probe, window) for probe in probes}
     draws = [(name, draw, mask) for name, group in masks.items() for draw, mask in enumerate(group)]
     for name, draw, mask in tqdm(draws, desc="mask preview", disable=not verbose):
         attention: Attention | None = None if mask.all() else restricted_attention(model.anatomy, mask, window, sinks)
-        for probe in probes:
-            margins = []
-            for pair in _pairs(model, [probe]):
-                run = trace(model.anatomy, pair.clean[None], pair.read[:1], attention=attention)
-                margins.append(_margin(model, run.final[0, 0], pair))
-            rows.append({"mask": name, "draw": draw, "task": probe.name} | _summary(np.array(margins)))
+        for task, pairs in far.items():
+            runs = [trace(model.anatomy, pair.clean[None], pair.read[:1], attention=attention) for pair in pairs]
+            margins = [_margin(model, run.final[0, 0], pair) for run, pair in zip(runs, pairs, strict=True)]
+            rows.append({"mask": name, "draw": draw, "task": task} | _summary(np.array(margins)))
     return pd.DataFrame(rows)
+
+
+def far_prompts(model: LensModel, probe: Probe, window: int = WINDOW) -> list[Pair]:
+    """The pairs, cut after the first read position, whose needle ends before the last ``window`` positions.
+
+    Raises:
+        InputError: there are none.
+    """
+    far = [pair for pair in _pairs(model, [probe]) if pair.needle[1] <= len(pair.clean) - window]
+    if not far:
+        raise InputError(f"{probe.name}: every needle ends within the window of {window} positions before the answer; use longer prompts (n_tokens)")
+    return far
 
 
 def random_masks(shape: tuple[int, int], k: int, n_draws: int, seed: int = 0) -> list[Bool[Tensor, "layer head"]]:

@@ -15,16 +15,24 @@ def main() -> None:
     except KeyboardInterrupt:
         _end("interrupted", 130)
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="hydralens", standalone_mode=False)
     except KeyboardInterrupt:
         code = 130
     except InputError as error:
         _end(str(error), 2)
     except TyperException as error:  # an unknown verb, option or value
-        _end(f"{error.format_message()} (see hydralens --help)", 2)
+        _end(_usage(error), 2)
     if code == 130:
-        _end("interrupted; nothing half-written is left, and the same command goes on where it stopped", 130)
+        _end("interrupted; nothing half-written is left, and 'run' (or 'score --resume') goes on where it stopped", 130)
     sys.exit(code or 0)
+
+
+def _usage(error: Exception) -> str:
+    """The parser's message, with the value that it leaves out and the verb whose help tells more."""
+    given = "".join(f", not {detail['input']!r}" for detail in error.__cause__.errors()) if error.__cause__ else ""
+    verb = error.ctx.command_path if error.ctx else "hydralens"
+    message = error.format_message().rstrip(".") or "no verb was given"  # the help, which is shown then, is no message
+    return f"{message}{given}; see {verb} --help"
 
 
 def _end(line: str, code: int) -> None:

@@ -6,13 +6,14 @@ from typing import Annotated
 import typer
 
 from hydralens.cli import mask
-from hydralens.errors import InputError
+from hydralens.errors import check_word
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     help="Finds the attention heads a pretrained model needs, by causal experiment.",
+    epilog="Example: hydralens run --out runs/demo",
 )
 app.add_typer(mask.app, name="mask")
 
@@ -24,9 +25,11 @@ RULE_HELP = (
 )
 Ratio = Annotated[str, typer.Option("--ratio", help="Linear heads : full heads.")]
 Rule = Annotated[str, typer.Option("--rule", help=RULE_HELP)]
-Pairs = Annotated[int, typer.Option("--pairs", help="Counterfactual pairs per probe.")]
-Tokens = Annotated[int, typer.Option("--tokens", help="Tokens per retrieval prompt.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of probes and random draws.")]
+METHOD_HELP = "What scores a head: paper (direct effects, HydraHead Eq. 11-12) or restriction (what limiting it to sinks and a recent window costs)."
+Method = Annotated[str, typer.Option("--method", help=METHOD_HELP)]
+Pairs = Annotated[int, typer.Option("--pairs", min=1, help="Counterfactual pairs per probe.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per retrieval prompt.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of probes and random draws.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: cuda where there is one.", show_default=False)]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16, float16 or float64; default: bfloat16 on cuda, else float32.", show_default=False)
@@ -48,9 +51,10 @@ def run(
     model: Model = "embedded",
     ratio: Ratio = "7:1",
     rule: Rule = "global",
+    method: Method = "restriction",
     pairs: Pairs = 8,
     tokens: Tokens = 256,
-    check_prompts: Annotated[int, typer.Option("--check-prompts", help="Prompts per task in the knock-out curve and the mask preview.")] = 16,
+    check_prompts: Annotated[int, typer.Option("--check-prompts", min=1, help="Prompts per task in the knock-out curve and the mask preview.")] = 16,
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = None,
@@ -64,12 +68,17 @@ def run(
     from hydralens.report.answer import headline
     from hydralens.run import check_writable
     from hydralens.run import run as main_job
-    from hydralens.selection import heads_for_ratio
+    from hydralens.scoring import METHODS
+    from hydralens.selection import RULES, heads_for_ratio
 
-    heads_for_ratio(ratio, 10**6)  # a wrong ratio or folder is refused before the model is opened
+    # What is wrong whatever the model is, is refused before the model is opened.
+    heads_for_ratio(ratio, 10**6)
+    check_word("rule", rule, RULES)
+    check_word("method", method, METHODS)
     check_writable(out)
     opened = load_model(model, device=device, dtype=dtype)
-    result = main_job(opened, out, ratio=ratio, rule=rule, n_pairs=pairs, n_tokens=tokens, n_check=check_prompts, seed=seed, verbose=not quiet)
+    sizes = {"n_pairs": pairs, "n_tokens": tokens, "n_check": check_prompts}
+    result = main_job(opened, out, ratio=ratio, rule=rule, method=method, **sizes, seed=seed, verbose=not quiet)
     if not quiet:
         typer.echo("\n".join(headline(result)))
         typer.echo(f"{out / 'report.html'}")
@@ -79,6 +88,7 @@ def run(
 def score(
     out: Out,
     model: Model = "embedded",
+    method: Method = "restriction",
     pairs: Pairs = 8,
     tokens: Tokens = 256,
     capability: Annotated[str, typer.Option("--capability", help="retrieval, reasoning, or both joined by a comma.")] = "retrieval,reasoning",
@@ -94,19 +104,19 @@ def score(
     from hydralens import probes as p
     from hydralens.models.loading import load_model
     from hydralens.run import check_writable
-    from hydralens.scoring import score_heads
+    from hydralens.scoring import METHODS, score_heads
 
     makers = {"retrieval": lambda m: p.retrieval(m, pairs, tokens, seed), "reasoning": lambda m: p.reasoning(m, pairs, seed)}
     wanted = capability.split(",")
     for name in wanted:
-        if name not in makers:
-            raise InputError(f"capability {name!r} is not one of {', '.join(makers)}")
+        check_word("capability", name, tuple(makers))
+    check_word("method", method, METHODS)
     check_writable(out)
+    opened = load_model(model, device=device, dtype=dtype)
     if not resume:
         rmtree(out / "shards", ignore_errors=True)
-    opened = load_model(model, device=device, dtype=dtype)
     probes = [probe for name in wanted for probe in makers[name](opened)]
-    scores = score_heads(opened, probes, required=wanted[:1], shards=out / "shards", verbose=not quiet)
+    scores = score_heads(opened, probes, method=method, required=wanted[:1], shards=out / "shards", verbose=not quiet)
     scores.save(out)
     rmtree(out / "shards", ignore_errors=True)
     if not quiet:

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from hydralens.figures.findings import FULL, NONE, RANDOM, SELECTED, knockout, preview
+from hydralens.figures.findings import FULL, NONE, PAPER, RANDOM, SELECTED, knockout, preview
 from hydralens.figures.style import BLUE, GREY, ORANGE, count, finish
 
 
@@ -46,7 +46,8 @@ def mask_preview(frame: pd.DataFrame) -> go.Figure:
     """Accuracy when only the mask's heads see everything and all others sinks and a recent window, by task.
 
     Args:
-        frame: columns mask (``"all heads full"``, ``"selected"``, ``"random"``, ``"no head full"``), draw, task, accuracy,
+        frame: columns mask (``"all heads full"``, ``"selected"``, ``"random"``, ``"no head full"``, and ``"paper's composite"`` where
+            another method selected), draw, task, accuracy,
             ci_low, ci_high, margin, n_prompts.
 
     Raises:
@@ -54,7 +55,13 @@ def mask_preview(frame: pd.DataFrame) -> go.Figure:
     """
     result = preview(frame)
     tasks = list(dict.fromkeys(frame["task"]))
-    looks = {FULL: (GREY, "diamond", -0.27), SELECTED: (BLUE, "circle", -0.09), RANDOM: (ORANGE, "circle-open", 0.09), NONE: (GREY, "x-thin-open", 0.27)}
+    looks = {
+        FULL: (GREY, "diamond", -0.3),
+        SELECTED: (BLUE, "circle", -0.15),
+        PAPER: (BLUE, "circle-open", 0.0),
+        RANDOM: (ORANGE, "circle-open", 0.15),
+        NONE: (GREY, "x-thin-open", 0.3),
+    }
     fig = go.Figure()
     for mask, (color, symbol, offset) in looks.items():
         rows = frame[frame["mask"] == mask]

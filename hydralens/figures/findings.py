@@ -12,19 +12,19 @@ from torch import Tensor
 from hydralens.errors import InputError
 from hydralens.figures.style import count, listed, percent
 from hydralens.patching.effects import HeadEffects
-from hydralens.scoring import HeadScores
+from hydralens.scoring import Effects, HeadScores
 
 KNOCKOUT_COLUMNS = ("k", "order", "draw", "accuracy", "ci_low", "ci_high", "margin", "n_prompts")
 PREVIEW_COLUMNS = ("mask", "draw", "task", "accuracy", "ci_low", "ci_high", "margin", "n_prompts")
-FULL, SELECTED, RANDOM, NONE = "all heads full", "selected", "random", "no head full"
+FULL, SELECTED, RANDOM, NONE, PAPER = "all heads full", "selected", "random", "no head full", "paper's composite"
 
 
 # --- heads ---------------------------------------------------------------------------------------------------------
 
 
-def all_probes(scores: HeadScores) -> dict[str, HeadEffects]:
-    """Every probe's receiver effects under ``name/corruption``, over all capabilities."""
-    return {label: effects for probes in scores.receivers.values() for label, effects in probes.items()}
+def all_probes(effects: Effects) -> dict[str, HeadEffects]:
+    """Every probe's effects under ``name/corruption``, over all capabilities."""
+    return {label: effect for probes in effects.values() for label, effect in probes.items()}
 
 
 @lru_cache(maxsize=64)
@@ -65,8 +65,8 @@ class StrongestProbe:
 
 
 def strongest_probe(scores: HeadScores) -> StrongestProbe:
-    """Where each head's receiver effect is largest. A maximum over probes: its interval is that of the one probe."""
-    probes = all_probes(scores)
+    """Where each head's effect, of the kind its score is made from, is largest. A maximum over probes: its interval is that of the one probe."""
+    probes = all_probes(scores.made_from)
     values = torch.stack([effects.values for effects in probes.values()])
     intervals = [interval(effects) for effects in probes.values()]
     index = values.nan_to_num(-torch.inf).argmax(0)

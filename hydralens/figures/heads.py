@@ -34,7 +34,8 @@ def head_heatmap(scores: HeadScores | HeadEffects | Float[Tensor, "layer head"],
         case HeadScores():
             values, name = scores.composite, "score"
             what = f"{next(iter(scores.receivers))} score" if len(scores.receivers) == 1 else "score"
-            caption = f"{scores.model.id}: {count(values.numel(), 'head')}, scoring method {scores.method}, {count(len(all_probes(scores)), 'probe')}."
+            n_probes = count(len(all_probes(scores.made_from)), "probe")
+            caption = f"{scores.model.id}: {count(values.numel(), 'head')}, scoring method {scores.method}, {n_probes}."
             best = strongest_probe(scores)
             text = np.array(best.labels, dtype=object)[best.index.numpy()]
             extra = [_kv_heads(values.shape, scores.model.group), array(scores.rank + 1), *map(array, (best.value, best.low, best.high))]
@@ -89,7 +90,7 @@ def head_heatmap(scores: HeadScores | HeadEffects | Float[Tensor, "layer head"],
 
 def probe_facets(scores: HeadScores) -> go.Figure:
     """One map of receiver effects a probe, on one colour axis that is clipped at a stated percentile."""
-    probes = all_probes(scores)
+    probes = all_probes(scores.receivers)
     n_layers, n_heads = scores.composite.shape
     columns = min(len(probes), 5 if n_heads <= 16 else 3)
     rows = -(-len(probes) // columns)

@@ -12,9 +12,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from hydralens.models.anatomy import Anatomy, Rope
 
+MANY_QUERIES = 16  # from here on a row's own copy of the keys and fused attention beat one product over the shared prefix
 SCORES_AT_ONCE = 2**25  # attention scores held at a time (128 MiB in float32)
 
 
@@ -39,9 +41,11 @@ def attend(
     if n_prefix == 0 and softcap is None and window is None:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2)
+    if q.is_cuda and softcap is None and window is None and n_new >= MANY_QUERIES:
+        return _attend_causal(q, k, v, prefix, scale)
     n_keys = n_prefix + n_new if window is None else min(n_prefix + n_new, window + sinks + n_new)
     # A few queries a row: all rows' queries meet the one prefix in one product. Many: fused attention on keys copied to each row.
-    block = _attend_folded if softcap is not None or n_new < 16 else _attend_fused
+    block = _attend_folded if softcap is not None or n_new < MANY_QUERIES else _attend_fused
     queries = max(1, min(n_new, 512, SCORES_AT_ONCE // (q.shape[1] * n_keys)))
     rows = max(1, SCORES_AT_ONCE // (q.shape[1] * n_keys * queries))
     out = torch.empty(q.shape[0], n_new, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
@@ -73,6 +77,17 @@ def _visible(
 def _take(x: Float[Tensor, "row kv_head pos d_head"], keys: Int[Tensor, "key"]) -> Float[Tensor, "row kv_head key d_head"]:
     """The given positions; a view where they are all from the start."""
     return x[:, :, : len(keys)] if len(keys) == 0 or int(keys[-1]) == len(keys) - 1 else x[:, :, keys]
+
+
+def _attend_causal(q, k, v, prefix, scale) -> Tensor:
+    """All new positions over everything before them, by the GPU's fused kernels, which align causality to the last key."""
+    n_keys, group = prefix[0].shape[2] + k.shape[2], q.shape[1] // k.shape[1]
+    rows = max(1, 2**29 // (n_keys * q.shape[1] * q.shape[3]))
+    out = []
+    for own in zip(*(x.split(rows) for x in (q, k, v)), strict=True):
+        keys, values = (torch.cat((old.expand(len(own[0]), -1, -1, -1), new), 2).repeat_interleave(group, 1) for old, new in zip(prefix, own[1:], strict=True))
+        out.append(F.scaled_dot_product_attention(own[0], keys, values, attn_mask=causal_lower_right(own[0].shape[2], n_keys), scale=scale))
+    return torch.cat(out).transpose(1, 2)
 
 
 def _attend_fused(q, k, v, old_k, old_v, visible, scale, softcap) -> Tensor:

@@ -81,7 +81,7 @@ def activation_patch(
     check_word("positions", positions, POSITIONS)
     model.warn_of_bypassed_hooks()
     anatomy = model.anatomy
-    batch_tokens = batch_tokens or (2**16 if model.device.type == "cuda" else 2**13)
+    batch_tokens = batch_tokens or (2**16 if model.device.type == "cuda" else 2**12)
     columns_per_layer = anatomy.n_kv_heads if component in ("k", "v") else anatomy.n_heads
     per_pair = torch.full((probe.n_pairs, anatomy.n_layers, columns_per_layer), torch.nan)
     baselines = torch.full((2, probe.n_pairs), torch.nan)

@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from hydralens.models.anatomy import Anatomy, Layer
 from hydralens.models.forward import Attention, attend
 from hydralens.models.lens import LensModel
-from hydralens.patching.activation import Pair, unpad
+from hydralens.patching.activation import unpad
 from hydralens.patching.effects import HeadEffects
-from hydralens.patching.metric import logit_difference
 from hydralens.probes.base import Probe
 
 WINDOW, SINKS = 64, 4  # a restricted head sees the last 64 positions, its own included, and the first 4
@@ -39,9 +38,9 @@ def restriction_effects(
     """What restricting each head costs the answer, for all heads at once: integrated gradients over a gate per head.
 
     Every head is ``z(a) = a * full + (1 - a) * restricted``, both from the same q, k, v. With all gates on the common path from 0
-    to 1, a head's score is the gradient of the metric (logit of the first answer token minus the counterfactual's) with respect to
-    its gate, averaged over ``steps`` midpoints of the path and divided by the metric of the whole model. By completeness the scores
-    of a pair sum to (m(1) - m(0)) / m(1); ``completeness_error`` says how nearly.
+    to 1, a head's score is the gradient of the metric (log-probability of the first answer token) with respect to its gate, averaged
+    over ``steps`` midpoints of the path and divided by what restricting every head costs, m(1) - m(0). By completeness the scores of
+    a pair sum to 1; ``completeness_error`` says how nearly.
 
     Only the clean prompts are run: ``steps`` forwards and backwards and two forwards a pair.
 
@@ -60,8 +59,8 @@ def restriction_effects(
         pair = unpad(probe, index, model.device)
         tokens, read = pair.clean[None, : int(pair.read[0]) + 1], int(pair.read[0])
 
-        def measure(run: Float[Tensor, "1 1 d_model"], pair: Pair = pair) -> Float[Tensor, ""]:
-            return logit_difference(anatomy, run, pair.answer, pair.foil, "first")[0]
+        def measure(run: Float[Tensor, "1 1 d_model"], answer: Int[Tensor, ""] = pair.answer[0]) -> Float[Tensor, ""]:
+            return anatomy.logits(run[0, 0]).log_softmax(-1)[answer]
 
         gradient = torch.zeros(anatomy.n_layers, anatomy.n_heads, device=model.device)
         for step in range(steps):
@@ -72,7 +71,7 @@ def restriction_effects(
             whole, narrow = (_gated_run(anatomy, tokens, torch.full_like(gradient, a), window, sinks, False)[:, read:] for a in (1.0, 0.0))
             ends[:, index] = torch.stack((measure(whole), measure(narrow))).float().cpu()
             answered[index] = bool(anatomy.logits(whole[0, 0]).argmax() == pair.answer[0])
-        per_pair[index] = gradient.float().cpu() / ends[0, index]
+        per_pair[index] = gradient.float().cpu() / (ends[0, index] - ends[1, index])
     return HeadEffects(
         per_pair=per_pair,
         component="gate",
@@ -81,21 +80,21 @@ def restriction_effects(
         positions="all",
         clean_metric=ends[0],
         corrupt_metric=ends[1],
-        kept=ends[0] > 0,
+        kept=ends[0] > ends[1],
         answered=answered,
         n_heads=anatomy.n_heads,
         n_kv_heads=anatomy.n_kv_heads,
         probe=probe.name,
         capability=probe.capability,
         corruption=probe.corruption,
-        readout="first",
+        readout="log-probability",
     )
 
 
 def completeness_error(effects: HeadEffects) -> float:
     """How far the scores are from summing to the metric's change, all restricted to all full: relative, over the kept pairs together."""
     change = (effects.clean_metric - effects.corrupt_metric)[effects.kept]
-    explained = (effects.per_pair.sum((1, 2)) * effects.clean_metric)[effects.kept]
+    explained = effects.per_pair.sum((1, 2))[effects.kept] * change
     return float((explained - change).sum().abs() / change.sum().abs())
 
 

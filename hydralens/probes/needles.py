@@ -67,7 +67,13 @@ SHAPES = {
         question="\n\nQuestion: What are the special magic {kind}s for {asked} and {key} mentioned in the text above?\n"
         "Answer: {answered} The special magic {kind} for {key} is",
     ),
-    "kv_recall": Shape("needles", ("word",), needle="- {key}: {value}", question="\n\nQuestion: Which value belongs to {key} in the list above?\nAnswer:\n- {key}:", separator="\n"),
+    "kv_recall": Shape(
+        "needles",
+        ("word",),
+        needle="- {key}: {value}",
+        question="\n\nQuestion: Which value belongs to {key} in the list above?\nAnswer:\n- {key}:",
+        separator="\n",
+    ),
 }
 
 

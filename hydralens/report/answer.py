@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from hydralens.figures.findings import knockout, preview, previews_by_task, strongest_probe
+from hydralens.figures.findings import PAPER, knockout, preview, previews_by_task, strongest_probe
 from hydralens.figures.style import count, number, percent
 from hydralens.report.result import RunResult
 
@@ -96,7 +96,7 @@ def _certainty(run: RunResult) -> Verdict:
     if not rows:
         return Verdict(question, "no", ["No head has a score: the probes found nothing, and the whole mask is tie-break."])
     low = torch.tensor([row.low for row in rows])
-    pairs = [effects.n_pairs for probes in run.scores.receivers.values() for effects in probes.values()]
+    pairs = [effects.n_pairs for probes in run.scores.made_from.values() for effects in probes.values()]
     per_probe = f"{min(pairs)}" if min(pairs) == max(pairs) else f"{min(pairs)} to {max(pairs)}"
     if bool(low.isnan().any()):
         return Verdict(question, "unknown", [f"With {count(min(pairs), 'pair')} in a probe there is no interval to give; use more pairs."])
@@ -157,6 +157,10 @@ def _preview(run: RunResult) -> Verdict:
     if len(tasks) > 1:
         each = "; ".join(f"{task.task} {percent(task.selected)} (random {percent(task.random)}, all heads {percent(task.full)})" for task in tasks)
         sentences.append(f"By task, selected heads: {each}.")
+    papers = run.preview[run.preview["mask"] == PAPER]
+    if len(papers):
+        right = (papers["accuracy"] * papers["n_prompts"]).sum() / papers["n_prompts"].sum()
+        sentences.append(f"A mask of the same size from HydraHead's composite of direct effects keeps {percent(right)}.")
     if result.none >= result.full - 0.1:
         sentences.append(f"With no full head at all {percent(result.none)} are right, so these prompts hardly need far context and cannot tell masks apart.")
     elif result.beats_random and result.selected < result.full - 0.1:
