@@ -32,7 +32,7 @@ def knockout_curve(
     """Accuracy with the first ``k`` heads of ``ranking`` mean-ablated, for each ``k`` in ``counts``, beside random heads of the same layers.
 
     The mean is taken over the probes' own clean prompts. A random draw takes as many heads from each layer as the ranking does,
-    none of them among the ranking's first ``k``; where a layer has too few others, the rest comes from other layers.
+    none of them among the ranking's first ``k``; where a layer has too few others, the rest comes from other layers, as far as they have any.
 
     Returns:
         One row per (k, order, draw): k, order (``scored`` or ``random``), draw, accuracy (first answer token by argmax),

@@ -32,6 +32,7 @@ COMPONENTS = ("z", "q", "k", "v")
 MODES = ("direct", "total")
 DIRECTIONS = ("noise", "denoise")
 POSITIONS = ("answer", "needle", "suffix", "all")
+NO_HEAD = -1
 
 Metric = Callable[[Float[Tensor, "row n vocab"], Int[Tensor, "n"], Int[Tensor, "n"]], Float[Tensor, "row"]]
 
@@ -200,7 +201,10 @@ def _patch_pair(
     group = anatomy.group if component in ("k", "v") else 1
 
     def patched_metric(cells: list[tuple[int, int]]) -> Float[Tensor, "cell"]:
-        return measure(_patched_runs(anatomy, runs, prefix, base, alternatives, cells, group, live=mode == "total")[:, pair.read - start])
+        # The first row patches no head: a baseline of the same batch shape, on which low-precision rounding depends.
+        rows = _patched_runs(anatomy, runs, prefix, base, alternatives, [(cells[0][0], NO_HEAD), *cells], group, live=mode == "total")
+        metrics = measure(rows[:, pair.read - start])
+        return (clean, corrupt)[base] + metrics[1:] - metrics[0]
 
     cells = [(layer, head) for layer in range(anatomy.n_layers) for head in range(anatomy.n_heads // group)]
     values = in_batches(patched_metric, cells, max(1, batch_tokens // len(columns)))

@@ -2,9 +2,9 @@
 
 from hydralens.probes.base import Probe
 from hydralens.probes.build import Example, make_probe
-from hydralens.probes.tasks import addition, comparison, induction, ioi, multiplication, reasoning, variable_tracking
 from hydralens.probes.needles import kv_recall, niah, retrieval
 from hydralens.probes.solving import Solved, solve
+from hydralens.probes.tasks import addition, comparison, induction, ioi, multiplication, reasoning, variable_tracking
 
 __all__ = [
     "Example",

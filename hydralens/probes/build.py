@@ -144,7 +144,7 @@ def _encode_pair(tokenizer: Any, example: Example) -> _Pair:
     answer, other = clean.ids[shared:], foil.ids[shared:]
     if len(answer) != len(other):
         raise InputError(
-            f"answer {example.answer!r} has {len(answer)} tokens and foil {example.foil!r} {len(other)} after what they share; choose answers of equal token count"
+            f"answer {example.answer!r} has {len(answer)} tokens and foil {example.foil!r} {len(other)} after the shared ones; choose answers of equal count"
         )
     if example.clean_prompt[clean.starts[shared] :].strip() or shared == 0:
         raise InputError(f"the tokenizer joins answer {example.answer!r} to the end of the prompt; end the prompt before a space and begin the answer with it")

@@ -12,9 +12,9 @@ from typing import Any
 from hydralens.errors import InputError
 from hydralens.models.lens import LensModel
 from hydralens.probes.base import Probe
-from hydralens.probes.build import Example, count, encode, make_probe
+from hydralens.probes.build import Example, encode, make_probe
 from hydralens.probes.text import OwnText, prose, repeated
-from hydralens.probes.words import CITIES, NOUNS, PAIRED_KEYS, draw_code, draw_number, draw_until, same_length
+from hydralens.probes.words import CITIES, NOUNS, PAIRED_KEYS, draw_code, draw_number, draw_until, lengths, same_length
 
 CORRUPTIONS = ("value", "key", "swap")
 NEEDLE = "The special magic {kind} for {key} is {value}."
@@ -50,14 +50,15 @@ SHAPES = {
     "niah_single_2": Shape("prose", ("number",)),
     "niah_single_3": Shape("prose", ("code",)),
     "niah_multikey_1": Shape("prose", ("number", "word"), others=3),
-    "niah_multikey_2": Shape("needles", ("number", "word")),
+    "niah_multikey_2": Shape("needles", ("number",)),
     "niah_multivalue": Shape(
         "prose",
         ("number",),
         others=1,
         same_key=2,
         needle="One of the special magic {kind}s for {key} is {value}.",
-        question="\n\nQuestion: What are all the special magic {kind}s for {key} mentioned in the text above?\nAnswer: The special magic {kind}s for {key} are {listed} and",
+        question="\n\nQuestion: What are all the special magic {kind}s for {key} mentioned in the text above?\n"
+        "Answer: The special magic {kind}s for {key} are {listed} and",
     ),
     "niah_multiquery": Shape(
         "prose",
@@ -67,13 +68,7 @@ SHAPES = {
         question="\n\nQuestion: What are the special magic {kind}s for {asked} and {key} mentioned in the text above?\n"
         "Answer: {answered} The special magic {kind} for {key} is",
     ),
-    "kv_recall": Shape(
-        "needles",
-        ("word",),
-        needle="- {key}: {value}",
-        question="\n\nQuestion: Which value belongs to {key} in the list above?\nAnswer:\n- {key}:",
-        separator="\n",
-    ),
+    "kv_recall": Shape("needles", ("number",), needle="{{ key: {key}, value: {value} }}", question="\n\n{{ key: {key}, value:", separator="\n"),
 }
 
 
@@ -142,7 +137,7 @@ def retrieval(
 
 
 def kv_recall(model: LensModel, corruption: str = "value", n_pairs: int = 8, n_tokens: int = 512, seed: int = 0, depth: float | None = None) -> Probe:
-    """A list of ``key: value`` lines and one key asked; see ``niah``."""
+    """A list of records and one of them begun again; see ``niah``."""
     return niah(model, "kv_recall", corruption, n_pairs, n_tokens, seed, depth)
 
 
@@ -175,7 +170,7 @@ def niah(
         n_tokens: tokens of the prompt with the forced part of the answer; filler is cropped to fit, and what is left is padding.
         seed: equal seeds give equal tokens.
         depth: share of the filler before the needle, 0 to 1; ``None`` spreads the pairs evenly.
-        haystack: filler of your own in place of the made text: text, a path to a text file or a list of paragraphs.
+        haystack: filler of your own: text, a path to a text file or a list of paragraphs. Shapes made of needles only have no use for it.
 
     Raises:
         InputError: an unknown shape or corruption, a depth outside 0..1, or no room for needle and question in ``n_tokens``.
@@ -190,7 +185,8 @@ def niah(
     used_words = frozenset(re.findall(r"\w+", own.text.lower())) if own else frozenset()
 
     draws = [_Draw(model.tokenizer, Random(f"{seed}/{shape}/{pair}"), form, form.kinds[pair % len(form.kinds)], used_words) for pair in range(n_pairs)]
-    depths = [(pair + draw.rng.random()) / n_pairs if depth is None else depth for pair, draw in enumerate(draws)]
+    spread = [(pair + draw.rng.random()) / n_pairs for pair, draw in enumerate(draws)]
+    depths = spread if depth is None else [depth] * n_pairs
     plans = [_plan(form, draw, corruption, at) for draw, at in zip(draws, depths, strict=True)]
     bare = [plan.n_tokens(model.tokenizer, []) for plan in plans]
     if max(bare, default=0) > n_tokens:
@@ -231,9 +227,10 @@ class _Draw:
         """Another new value, whose first character is no rival's."""
         return self._new(self._make_value, None, self._unlike_rivals, "value")
 
-    def filler_value(self) -> str:
-        """The same for the needles a haystack is made of, which may repeat each other."""
-        return draw_until(self._make_value, self._unlike_rivals, "value")
+    def filler(self) -> tuple[str, str]:
+        """Key and value of a needle that the haystack is made of: unlike all drawn so far, though such needles may repeat each other."""
+        key = draw_until(lambda: self.rng.choice(self.key_pool), lambda key: key not in self.drawn, "new key")
+        return key, draw_until(self._make_value, self._unlike_rivals, "new value")
 
     def _make_value(self) -> str:
         match self.kind:
@@ -248,12 +245,9 @@ class _Draw:
         return value not in self.used_words and all(value[0] != rival[0] for rival in self.rivals)
 
     def _new(self, make: Callable[[], str], like: str | None, accept: Callable[[str], bool], what: str) -> str:
-        def lengths(text: str) -> list[int]:
-            return [count(self.tokenizer, word) for word in text.split()]
-
-        wanted = lengths(like) if like else None
-        named = f"{what} with the {sum(wanted)} tokens of {like!r}" if like else f"new {what}"
-        new = draw_until(make, lambda text: text not in self.drawn and accept(text) and (wanted is None or lengths(text) == wanted), named)
+        wanted = lengths(self.tokenizer, like) if like else None
+        named = f"{what} with the token count of {like!r}" if like else f"new {what}"
+        new = draw_until(make, lambda text: text not in self.drawn and accept(text) and (wanted is None or lengths(self.tokenizer, text) == wanted), named)
         self.drawn.add(new)
         return new
 
@@ -298,7 +292,8 @@ def _plan(form: Shape, draw: _Draw, corruption: str, depth: float) -> _Plan:
 
 def _more_needles(plan: _Plan, draw: _Draw) -> Iterator[str]:
     while True:
-        yield plan.sentence(_Needle(draw.key(), draw.filler_value(), 0))
+        key, value = draw.filler()
+        yield plan.sentence(_Needle(key, value, depth=0))
 
 
 def _fit(tokenizer: Any, plan: _Plan, filler: Iterator[str], room: int, n_tokens: int) -> list[tuple[str, int]]:
@@ -319,7 +314,8 @@ def _fit(tokenizer: Any, plan: _Plan, filler: Iterator[str], room: int, n_tokens
     if kept > 0:
         cropped = " ".join(words[-kept:])
         sentences.insert(0, (cropped, plan.count(tokenizer, cropped)))
-    # Where tokens reach over the joints, counts do not quite add up.
+    # At the start of the text, and where tokens reach over the joints, counts do not quite add up.
     while plan.n_tokens(tokenizer, sentences) > n_tokens:
-        sentences = sentences[1:]
+        rest = "" if plan.form.filler == "needles" else sentences[0][0].partition(" ")[2]
+        sentences[:1] = [(rest, plan.count(tokenizer, rest))] if rest else []
     return sentences

@@ -67,10 +67,9 @@ def as_html(probe: "Probe", pair: int) -> str:
             out.append(mark("needle", piece.clean) if piece.in_needle else escape(piece.clean))
     answer, foil = _answers(probe, pair)
     legend = f"{mark('needle', 'needle')} {mark('clean', 'clean')}{mark('corrupt', 'corrupt')}"
-    return (
-        f"<div><b>{escape(headline(probe))}</b>, pair {pair}: {legend}"
-        f'<pre style="white-space:pre-wrap;background:none;color:inherit">{"".join(out)} → {mark("clean", answer)} (counterfactual: {mark("corrupt", foil)})</pre></div>'
-    )
+    out.append(f" → {mark('clean', answer)} (counterfactual: {mark('corrupt', foil)})")
+    prompt = f'<pre style="white-space:pre-wrap;background:none;color:inherit">{"".join(out)}</pre>'
+    return f"<div><b>{escape(headline(probe))}</b>, pair {pair}: {legend}{prompt}</div>"
 
 
 def _pieces(probe: "Probe", pair: int, elide: bool) -> list[Piece]:

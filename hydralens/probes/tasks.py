@@ -2,15 +2,16 @@
 
 | task | asks | corruption |
 |---|---|---|
-| variable_tracking | the number a variable stands for, through two assignments | swap: the two chains' numbers change places |
+| variable_tracking | the number a variable stands for, through two others | swap: the two chains' numbers change places |
 | ioi | who receives, of two people (Wang et al. 2022) | swap: giver and receiver change places |
 | induction | the next word of a list given a second time | swap: that word and a later one change places in the first list |
 | comparison | which of two people has more | swap: their numbers change places |
 | addition | a sum of two three-digit numbers, with and without carry | value: another first number |
-| multiplication | a one-digit times a two-digit number | value: another two-digit number |
+| multiplication | a two-digit times a one-digit number | value: another two-digit number |
 """
 
 from collections.abc import Callable, Sequence
+from operator import add, mul
 from random import Random
 from typing import Any
 
@@ -35,15 +36,16 @@ def reasoning(model: LensModel, n_pairs: int = 8, seed: int = 0, tasks: Sequence
 
 
 def variable_tracking(model: LensModel, n_pairs: int = 8, seed: int = 0) -> Probe:
-    """Two interleaved chains of assignments, one worked example before (RULER's variable tracking, asked backwards)."""
+    """Two interleaved chains of three variables (RULER's variable tracking, asked backwards).
+
+    The answer begins with the hops, as that of a model that reasons aloud; its number is scored.
+    """
 
     def example(rng: Random, pair: int) -> Example:
-        names = rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 12)
-        shown = _two_numbers(model.tokenizer, rng, 4)
-        asked = _two_numbers(model.tokenizer, rng, 4)
-        worked = _chains(names[:6], shown) + f" {shown[0]}\n\n"
-        clean, corrupt = (worked + _chains(names[6:], numbers) for numbers in (asked, asked[::-1]))
-        return Example(clean, corrupt, f" {asked[0]}", f" {asked[1]}", f"{names[6]} = {asked[0]}")
+        names = rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 6)  # without I and O, which read as words or digits
+        numbers = _two_numbers(model.tokenizer, rng, 4)
+        clean, corrupt = (_chains(names, order) for order in (numbers, numbers[::-1]))
+        return Example(clean, corrupt, f" {numbers[0]}", f" {numbers[1]}", f"The value of {names[0]} is {numbers[0]}.")
 
     return _probe(model, "variable_tracking", "swap", n_pairs, seed, example)
 
@@ -112,35 +114,31 @@ def comparison(model: LensModel, n_pairs: int = 8, seed: int = 0) -> Probe:
 
 
 def addition(model: LensModel, n_pairs: int = 8, seed: int = 0) -> Probe:
-    """Sums of three-digit numbers after three worked ones; without a carry in one half of the pairs, with one in the other."""
+    """Sums of three-digit numbers after four worked ones; without a carry in one half of the pairs, with one in the other."""
 
-    def carries(a: int, b: int) -> bool:
-        return any(int(x) + int(y) > 9 for x, y in zip(str(a), str(b), strict=True))
+    def terms(rng: Random, with_carry: bool) -> tuple[int, int]:
+        while True:
+            a, b = rng.randrange(100, 900), rng.randrange(100, 500)
+            carries = any(int(x) + int(y) > 9 for x, y in zip(str(a), str(b), strict=True))
+            if a + b < 1000 and carries == with_carry:
+                return a, b
 
     def example(rng: Random, pair: int) -> Example:
-        def terms(want_carry: bool) -> tuple[int, int]:
-            while True:
-                a, b = rng.randrange(100, 900), rng.randrange(100, 900)
-                if a + b < 1000 and carries(a, b) == want_carry:
-                    return a, b
-
-        shots = "".join(f"{a} + {b} = {a + b}\n" for a, b in (terms(False), terms(True), terms(False)))
-        a, b = terms(pair % 2 == 1)
-        return _arithmetic(model.tokenizer, rng, shots, "{} + {} =", a, b, lambda x, y: x + y)
+        worked = [terms(rng, with_carry) for with_carry in (False, True, False, True)]
+        return _arithmetic(model.tokenizer, rng, "+", add, worked, terms(rng, pair % 2 == 1))
 
     return _probe(model, "addition", "value", n_pairs, seed, example)
 
 
 def multiplication(model: LensModel, n_pairs: int = 8, seed: int = 0) -> Probe:
-    """One-digit times two-digit numbers after three worked ones."""
+    """Two-digit times one-digit numbers with products of three digits, after four worked ones."""
+
+    def terms(rng: Random) -> tuple[int, int]:
+        b = rng.randrange(3, 10)  # with 2, every product of three digits begins with 1
+        return rng.randrange(-(-100 // b), 100), b
 
     def example(rng: Random, pair: int) -> Example:
-        def terms() -> tuple[int, int]:
-            return rng.randrange(11, 100), rng.randrange(2, 10)
-
-        shots = "".join(f"{a} × {b} = {a * b}\n" for a, b in (terms(), terms(), terms()))
-        a, b = terms()
-        return _arithmetic(model.tokenizer, rng, shots, "{} × {} =", a, b, lambda x, y: x * y)
+        return _arithmetic(model.tokenizer, rng, "×", mul, [terms(rng) for _ in range(4)], terms(rng))
 
     return _probe(model, "multiplication", "value", n_pairs, seed, example)
 
@@ -161,10 +159,12 @@ def _probe(model: LensModel, name: str, corruption: str, n_pairs: int, seed: int
 
 
 def _chains(names: list[str], numbers: tuple[str, str]) -> str:
-    """``A = 4821``, ``C = A``, ``E = C`` woven with another chain, and the question about its last variable."""
+    """A number, a variable that stands for it and one that stands for that; woven with another chain, and the last variable asked."""
     a, b, c, d, e, f = names
-    lines = [f"{a} = {numbers[0]}", f"{b} = {numbers[1]}", f"{c} = {a}", f"{d} = {b}", f"{e} = {c}", f"{f} = {d}"]
-    return "\n".join(lines) + f"\nQuestion: What is the value of {e}?\nAnswer: {e} = {c} = {a} ="
+    stated = [(a, numbers[0]), (b, numbers[1])] + [(name, f"the value of {source}") for name, source in ((c, a), (d, b), (e, c), (f, d))]
+    chains = " ".join(f"The value of {name} is {value}." for name, value in stated)
+    hops = f"The value of {e} is the value of {c}. The value of {c} is the value of {a}. The value of {a} is"
+    return f"{chains}\nQuestion: What is the value of {e}?\nAnswer: {hops}"
 
 
 def _two_people(rng: Random, names: list[str]) -> list[str]:
@@ -187,8 +187,9 @@ def _more_and_less(tokenizer: Any, rng: Random) -> tuple[str, str]:
     return max(first, second), min(first, second)
 
 
-def _arithmetic(tokenizer: Any, rng: Random, shots: str, form: str, a: int, b: int, operate: Callable[[int, int], int]) -> Example:
+def _arithmetic(tokenizer: Any, rng: Random, sign: str, operate: Callable[[int, int], int], worked: list[tuple[int, int]], asked: tuple[int, int]) -> Example:
     """The first operand is replaced so that the result begins with another digit and nothing changes its length."""
+    a, b = asked
     result = str(operate(a, b))
 
     def fits(operand: str) -> bool:
@@ -196,5 +197,6 @@ def _arithmetic(tokenizer: Any, rng: Random, shots: str, form: str, a: int, b: i
         alike = len(other) == len(result) and count(tokenizer, other) == count(tokenizer, result) and count(tokenizer, operand) == count(tokenizer, str(a))
         return alike and other[0] != result[0]
 
-    counterfactual = draw_until(lambda: draw_number(rng, len(str(a))), fits, f"first number beside {a} in {form.format(a, b)!r}")
-    return Example(shots + form.format(a, b), shots + form.format(counterfactual, b), f" {result}", f" {operate(int(counterfactual), b)}")
+    changed = draw_until(lambda: draw_number(rng, len(str(a))), fits, f"counterfactual for {a} in '{a} {sign} {b}'")
+    shots = "".join(f"{x} {sign} {y} = {operate(x, y)}\n" for x, y in worked)
+    return Example(f"{shots}{a} {sign} {b} =", f"{shots}{changed} {sign} {b} =", f" {result}", f" {operate(int(changed), b)}")

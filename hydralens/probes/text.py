@@ -55,7 +55,7 @@ It rained {when}, so {who} stayed inside and {did} {thing}.
 Without {thing}, {who} would not have reached {place}.
 Both {who} and {who} were interested in {topic}.
 The air around {place} was {was}, and a light wind blew.
-{who} asked about {topic} but got no answer.
+{who} asked about {topic} but got no reply.
 On the wall of {place} hung {thing}.
 Everyone agreed that {topic} had been discussed long enough.
 """.strip().splitlines()
@@ -86,7 +86,7 @@ class OwnText:
     """
 
     def __init__(self, haystack: str | Path | list[str]):
-        if isinstance(haystack, Path) or (isinstance(haystack, str) and len(haystack) < 1024 and "\n" not in haystack and Path(haystack).is_file()):
+        if isinstance(haystack, Path) or (isinstance(haystack, str) and len(haystack.encode()) < 256 and "\n" not in haystack and Path(haystack).is_file()):
             try:
                 haystack = Path(haystack).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:

@@ -44,21 +44,27 @@ Susan Helen Jane Ruth Rose Amy Maria Julia Eric Kevin Brian Scott Jason Ryan Ste
 """.split()
 
 
+def lengths(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token counts of a text's words, and of the whole before punctuation, which some tokenizers join to the word before it."""
+    return tuple(count(tokenizer, part) for part in (*text.split(), f"{text}.", f"{text},"))
+
+
 def same_length(tokenizer: Any, words: Iterable[str], needed: int, used_for: str) -> list[str]:
     """Those of ``words`` that have equally many tokens after a space: the shortest such group with ``needed`` members.
 
     Raises:
         InputError: no group is large enough.
     """
-    lengths = {word: count(tokenizer, word) for word in words}
-    sizes = Counter(lengths.values())
+    known = {word: lengths(tokenizer, word) for word in words}
+    sizes = Counter(known.values())
     fitting = [length for length in sorted(sizes) if sizes[length] >= needed]
     if not fitting:
-        shown = ", ".join(f"{word!r} {length}" for word, length in list(lengths.items())[:5])
+        shown = ", ".join(f"{word!r} {length}" for word, (length, *_) in list(known.items())[:5])
         raise InputError(
-            f"{used_for} needs {needed} words of equal token count and the tokenizer gives at most {max(sizes.values(), default=0)} ({shown} tokens); use another tokenizer"
+            f"{used_for} needs {needed} words of equal token count and the tokenizer gives at most {max(sizes.values(), default=0)} "
+            f"({shown} tokens); use another haystack or tokenizer"
         )
-    return [word for word, length in lengths.items() if length == fitting[0]]
+    return [word for word, length in known.items() if length == fitting[0]]
 
 
 def draw_until(make: Callable[[], str], accept: Callable[[str], bool], what: str, tries: int = 2000) -> str:

@@ -116,13 +116,13 @@ def test_batch_size_and_memory_shortage_change_nothing(monkeypatch):
 
     def scarce(*args, **kwargs):
         sizes.append(len(args[5]))
-        if len(args[5]) > 3:
+        if len(args[5]) > 4:  # three cells and the row without a patch
             raise torch.OutOfMemoryError("CUDA out of memory")
         return compute(*args, **kwargs)
 
     monkeypatch.setattr(activation, "_patched_runs", scarce)
     torch.testing.assert_close(activation_patch(model, probe, "z", "total", "noise", "all").per_pair, expected)
-    assert sizes[:4] == [32, 16, 8, 4] and max(sizes[4:]) == 32  # the second pair starts afresh
+    assert sizes[:4] == [33, 17, 9, 5] and max(sizes[4:]) == 33  # the second pair starts afresh
 
     monkeypatch.setattr(activation, "_patched_runs", lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(InputError, match="single patched run"):
