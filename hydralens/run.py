@@ -26,7 +26,7 @@ from hydralens.selection import RULES, heads_for_ratio, select_heads
 from hydralens.similarity import head_similarity, layer_similarity
 from hydralens.validation import far_prompts, knockout_curve, mask_preview, random_masks
 
-KNOCKOUTS = (0, 1, 2, 4, 8, 16, 32)  # ranks at which the knock-out curve is read; K, the mask's size, is added
+KNOCKOUTS = (0, 1, 2, 4, 8, 16)  # ranks at which the knock-out curve is read; K, the mask's size, is added
 CHECK_SHAPES = ("niah_single_2", "niah_multikey_1")  # what the checks ask: one needle, and one needle among others
 CHECK_SEED = 1_000_003  # added to the seed: the checks' prompts are never those the heads were scored on
 
@@ -38,9 +38,9 @@ def run(
     ratio: str = "7:1",
     rule: str = "global",
     method: str = "restriction",
-    n_pairs: int = 8,
+    n_pairs: int = 6,
     n_tokens: int = 256,
-    n_check: int = 16,
+    n_check: int = 10,
     n_draws: int = 3,
     seed: int = 0,
     verbose: bool = True,

@@ -35,7 +35,7 @@ from hydralens.probes.base import Probe
 THRESHOLD = 0.01  # an effect above this makes a head count for a probe (paper section 1.5)
 FLOOR = 0.5  # logits by which clean must exceed corrupt before a pair's effects mean anything
 MIN_SOLVED = 0.5  # share of a probe's pairs that must pass
-RESTRICTION_PAIRS = 4  # pairs per probe whose clean prompt is scored by restriction: each costs about twelve forwards
+RESTRICTION_PAIRS = 3  # pairs per probe whose clean prompt is scored by restriction: each costs about twelve forwards
 METHODS = ("paper", "restriction")
 
 ROLES = ("receivers", "senders", "restriction")
