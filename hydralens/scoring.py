@@ -241,7 +241,7 @@ def score_heads(
     chosen = _one_per_name([probe for label, probe in zip(labels, probes, strict=True) if label in receivers.get(probe.capability, {})])
     for probe in tqdm(chosen, desc="restricting heads", disable=not verbose):
         effect = _measure(model, probe.select(list(range(min(probe.n_pairs, RESTRICTION_PAIRS)))), "restriction", floor, shards)
-        if effect.kept.any():
+        if int(effect.kept.sum()) >= max(1, MIN_SOLVED * len(effect.kept)):
             label = f"{probe.name}/{probe.corruption}"
             restriction.setdefault(probe.capability, {})[label] = effect
             used.append(_describe(label, probe, effect.n_pairs) | {"direction": "restriction", "metric": f"log-probability, window {WINDOW}, sinks {SINKS}"})

@@ -98,7 +98,7 @@ def _certainty(run: RunResult) -> Verdict:
     low = torch.tensor([row.low for row in rows])
     pairs = [effects.n_pairs for probes in run.scores.made_from.values() for effects in probes.values()]
     per_probe = f"{min(pairs)}" if min(pairs) == max(pairs) else f"{min(pairs)} to {max(pairs)}"
-    if bool(low.isnan().any()):
+    if bool(low.isnan().all()):
         return Verdict(question, "unknown", [f"With {count(min(pairs), 'pair')} in a probe there is no interval to give; use more pairs."])
     sure = int((low > 0).sum())
     sentences = [
