@@ -83,7 +83,8 @@ def select_heads(
         max_gap: for ``global-spread``.
 
     Raises:
-        InputError: a ratio that is not r:1, ratio and k together, more heads than there are or were measured, fewer than the rule needs, unknown rule.
+        InputError: a ratio that is not r:1, ratio and k together, more heads than there are or were measured, fewer than the rule needs,
+            an unknown rule, a negative seed.
     """
     model = scores.model
     total = model.n_layers * model.n_heads
@@ -96,6 +97,9 @@ def select_heads(
         k = heads_for_ratio(ratio, total)
     if type(k) is not int or not 1 <= k <= total:
         raise InputError(f"k is {k!r}, but the model has {model.n_layers} layers x {model.n_heads} heads; give a whole number from 1 to {total}")
+
+    if seed < 0:
+        raise InputError(f"seed is {seed}; give a whole number from 0 on")
 
     order = _order(scores)
     if k > len(order):

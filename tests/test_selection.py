@@ -289,3 +289,8 @@ def test_default_is_seven_to_one():
     scores = toy_scores(torch.rand(4, 8).tolist())
     assert select_heads(scores).ratio == "7:1" and select_heads(scores).n_full == 4
     assert select_heads(scores, k=4).ratio is None and select_heads(scores).model == toy_info(4, 8)
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(InputError, match="seed is -1; give a whole number from 0 on"):
+        select_heads(toy_scores([[1.0, 2.0]]), k=1, rule="global-random", seed=-1)

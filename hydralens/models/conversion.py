@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from platformdirs import user_cache_path
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -54,10 +55,9 @@ def _convert(gguf: Path, target: Path) -> None:
             tokenizer.save_pretrained(folder)
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             _rename(folder, target)
-    except OSError as error:
-        raise InputError(
-            f"cannot write the converted model to {target}: {error.strerror or error}; set HYDRALENS_CACHE to a writable folder with free space"
-        ) from None
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot write the converted model to {target}: {reason}; set HYDRALENS_CACHE to a writable folder with free space") from None
 
 
 def _read(gguf: Path) -> tuple[PreTrainedConfig, dict[str, Tensor], PreTrainedTokenizerBase]:

@@ -100,7 +100,7 @@ def activation_patch(
         answered[index] = bool(first_token == pair.answer[0])
         span = clean - corrupt
         baselines[:, index] = torch.stack((clean, corrupt)).float().cpu()
-        if abs(float(span)) >= min_span:
+        if span != 0 and abs(float(span)) >= min_span:
             effect = (clean - patched if direction == "noise" else patched - corrupt) / span
             per_pair[index] = effect.float().cpu()
 
