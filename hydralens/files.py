@@ -1,4 +1,4 @@
-"""Files are written whole or not at all: a temporary file beside the target, then a rename."""
+"""Files are written whole or not at all: a temporary file beside the target, then a rename. What cannot be read is refused in one line."""
 
 import json
 import os
@@ -47,6 +47,44 @@ def write_text(path: str | Path, text: str) -> Path:
 def write_json(path: str | Path, value: Any) -> Path:
     """Write ``value`` as indented JSON ending in a newline, whole or not at all."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_text(path: str | Path) -> str:
+    """A UTF-8 text file as it is.
+
+    Raises:
+        InputError: it cannot be read or is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; give the path of a readable file") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not UTF-8 text (byte {error.start}); give a text file") from error
+
+
+def read_json(path: str | Path) -> Any:
+    """A JSON file in which no object names a key twice.
+
+    Raises:
+        InputError: it cannot be read, is not JSON (truncated, damaged), or has a duplicate key.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict:
+        values = {}
+        for key, value in pairs:
+            if key in values:
+                raise InputError(f"{path}: {key}: appears twice in one object; remove one of them")
+            values[key] = value
+        return values
+
+    text = read_text(path)
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:  # besides damage: integers of thousands of digits and endless nesting
+        raise InputError(f"{path}: is not valid JSON: {error}; the file is cut off or damaged, write it anew") from error
 
 
 def _umask() -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hydralens import __version__
 from hydralens.errors import InputError
-from hydralens.files import write_json, write_text
+from hydralens.files import read_json, write_json, write_text
 from hydralens.models.info import ModelInfo
 from hydralens.models.lens import LensModel
 
@@ -380,44 +380,6 @@ def _explain(error: ValidationError) -> str:
         case _:
             text = f"{first['msg'][0].lower()}{first['msg'][1:]}, not {repr(first['input'])[:60]}; {_ANEW}"
     return (f"{field}: " if field else "") + text + (f" ({len(others)} more like this)" if others else "")
-
-
-def read_text(path: str | Path) -> str:
-    """A UTF-8 text file as it is.
-
-    Raises:
-        InputError: it cannot be read or is not UTF-8.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}; give the path of a readable file") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text (byte {error.start}); give a text file") from error
-
-
-def read_json(path: str | Path) -> Any:
-    """A JSON file in which no object names a key twice.
-
-    Raises:
-        InputError: it cannot be read, is not JSON (truncated, damaged), or has a duplicate key.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict:
-        values = {}
-        for key, value in pairs:
-            if key in values:
-                raise InputError(f"{path}: {key}: appears twice in one object; remove one of them")
-            values[key] = value
-        return values
-
-    text = read_text(path)
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:  # besides damage: integers of thousands of digits and endless nesting
-        raise InputError(f"{path}: is not valid JSON: {error}; the file is cut off or damaged, write it anew") from error
 
 
 def schema() -> dict:

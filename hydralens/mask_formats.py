@@ -27,8 +27,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hydralens.errors import InputError
-from hydralens.files import write_text
-from hydralens.head_mask import HeadMask, read_json, read_text
+from hydralens.files import read_json, read_text, write_text
+from hydralens.head_mask import HeadMask
 from hydralens.models.info import ModelInfo
 from hydralens.models.lens import LensModel
 

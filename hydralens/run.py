@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hydralens.errors import InputError, check_word
+from hydralens.figures.findings import FULL, NONE, PAPER, RANDOM, SELECTED
 from hydralens.figures.saving import save_figures
 from hydralens.files import write_atomically, write_json
 from hydralens.models.lens import LensModel
@@ -91,10 +92,10 @@ def run(
     with phase("mask preview"):
         shape = mask.array.shape
         every, none = torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        masks = {"all heads full": [every], "selected": [mask.array], "random": random_masks(shape, mask.n_full, n_draws, seed), "no head full": [none]}
+        masks = {FULL: [every], SELECTED: [mask.array], RANDOM: random_masks(shape, mask.n_full, n_draws, seed), NONE: [none]}
         if method != "paper":
             papers = replace(scores, method="paper", composite=paper_score(scores.receivers, scores.senders))
-            masks["paper's composite"] = [select_heads(papers, ratio, rule=rule, seed=seed).array]
+            masks[PAPER] = [select_heads(papers, ratio, rule=rule, seed=seed).array]
         preview = mask_preview(model, masks, checks, verbose=verbose)
 
     arguments = {"ratio": ratio, "rule": rule, "method": method, "n_pairs": n_pairs, "n_tokens": n_tokens, "n_check": n_check, "n_draws": n_draws, "seed": seed}
@@ -145,8 +146,9 @@ def _write(out: Path, result: RunResult) -> None:
     for name in ("knockout", "preview"):
         frame = getattr(result, name)
         write_atomically(out / f"{name}.csv", lambda path, frame=frame: frame.to_csv(path, index=False, float_format="%.6g"))
-    save_figures(run_figures(result), out / "figures")
-    write_report(out / "report.html", result)
+    figures = run_figures(result)
+    save_figures(figures, out / "figures")
+    write_report(out / "report.html", result, figures)
 
 
 def _record(result: RunResult) -> dict[str, Any]:

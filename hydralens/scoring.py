@@ -73,21 +73,20 @@ class HeadScores:
 
     @property
     def n_with_signal(self) -> int:
-        """How many heads have a non-zero score; only about a tenth do, so most of a large mask is tie-break."""
+        """How many heads have a non-zero score; by the paper's method only about a tenth do, so most of a large mask is tie-break."""
         return int((self.composite != 0).sum())
 
     @property
     def rank(self) -> Int[Tensor, "layer head"]:
         """0 for the best head; ties by lower layer, then lower head."""
-        order = self.composite.flatten().argsort(descending=True, stable=True)
+        order = _best_first(self.composite)
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
         return rank.reshape(self.composite.shape)
 
     def top(self, k: int) -> list[tuple[int, int]]:
         """The ``k`` best heads, best first, as ``(layer, head)``."""
-        order = self.composite.flatten().argsort(descending=True, stable=True)[:k].tolist()
-        return [divmod(cell, self.model.n_heads) for cell in order]
+        return [divmod(cell, self.model.n_heads) for cell in _best_first(self.composite)[:k].tolist()]
 
     def map(self, column: str) -> Float[Tensor, "layer head"]:
         """One column as a map: ``score``, ``rank``, a capability (its Eq. 11 score before scaling) or a probe label (its mean raw direct effect).
@@ -142,7 +141,7 @@ class HeadScores:
                 {c: {label: _half(e, parity) for label, e in m.items()} for c, m in r.items()} for r in (self.receivers, self.restriction)
             )
             halves.append(restriction_score(restriction) if self.method == "restriction" else paper_score(receivers, {}))
-        tops = [set(half.flatten().argsort(descending=True, stable=True)[:k].tolist()) for half in halves]
+        tops = [set(_best_first(half)[:k].tolist()) for half in halves]
         return {"k": k, "top_k_overlap": len(tops[0] & tops[1]) / k, "spearman": float(spearmanr(*(half.flatten().numpy() for half in halves)).statistic)}
 
     def save(self, folder: str | Path) -> None:
@@ -335,6 +334,11 @@ def _key(model: LensModel, probe: Probe, kind: str, floor: float) -> str:
 def _describe(label: str, probe: Probe, n_pairs: int) -> dict:
     about = {"name": label, "capability": probe.capability, "n_pairs": n_pairs, "n_tokens": probe.n_tokens, "seed": probe.seed}
     return about | {"direction": "noise", "metric": f"logit difference, decay {DECAY}"}
+
+
+def _best_first(scores: Float[Tensor, "layer head"]) -> Int[Tensor, "cell"]:
+    """Cells ``layer * n_heads + head`` from the highest score down; ties by lower layer, then lower head."""
+    return scores.flatten().argsort(descending=True, stable=True)
 
 
 def _half(effect: HeadEffects, parity: int) -> HeadEffects:

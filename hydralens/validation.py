@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from scipy.stats import binomtest
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -21,6 +21,7 @@ from hydralens.patching.ablation import ablate, mean_z
 from hydralens.patching.activation import Pair, unpad
 from hydralens.patching.restriction import SINKS, WINDOW, restricted_attention
 from hydralens.probes.base import Probe
+from hydralens.probes.solving import lead
 
 Heads = list[tuple[int, int]]
 
@@ -133,10 +134,7 @@ def _pairs(model: LensModel, probes: Sequence[Probe]) -> Iterator[Pair]:
 
 
 def _margin(model: LensModel, residual: Tensor, pair: Pair) -> float:
-    logits = model.anatomy.logits(residual[None])[0]
-    answer: Int[Tensor, ""] = pair.answer[0]
-    best_other = logits.index_fill(0, answer[None], float("-inf")).max()
-    return float(logits[answer] - best_other)
+    return float(lead(model.anatomy.logits(residual[None])[0], pair.answer[0]))
 
 
 def _summary(margins: np.ndarray) -> dict:

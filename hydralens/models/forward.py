@@ -14,10 +14,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from hydralens.models.anatomy import Anatomy, Rope
+from hydralens.models.anatomy import Anatomy, Layer, Rope
 
 MANY_QUERIES = 16  # from here on a row's own copy of the keys and fused attention beat one product over the shared prefix
 SCORES_AT_ONCE = 2**25  # attention scores held at a time (128 MiB in float32)
+
+KeysValues = tuple[Float[Tensor, "1 kv_head pos d_head"], Float[Tensor, "1 kv_head pos d_head"]]
+
+
+def attend_as(layer: Layer, q: Tensor, k: Tensor, v: Tensor, prefix: KeysValues | None = None) -> Float[Tensor, "row pos head d_head"]:
+    """``attend`` with the layer's own scale, soft cap and window."""
+    return attend(q, k, v, scale=layer.scale, softcap=layer.softcap, window=layer.window, prefix=prefix)
 
 
 def attend(
@@ -29,7 +36,7 @@ def attend(
     softcap: float | None = None,
     window: int | None = None,
     sinks: int = 0,
-    prefix: tuple[Float[Tensor, "1 kv_head prefix d_head"], Float[Tensor, "1 kv_head prefix d_head"]] | None = None,
+    prefix: KeysValues | None = None,
 ) -> Float[Tensor, "row pos head d_head"]:
     """Causal attention of new positions over a shared prefix and themselves; query head ``h`` reads KV head ``h // group``.
 
@@ -172,7 +179,7 @@ def trace(
             z = attention(index, q, k, v)
         else:
             before = None if prefix is None else (prefix.k[index], prefix.v[index])
-            z = attend(q, k, v, scale=layer.scale, softcap=layer.softcap, window=layer.window, prefix=before)
+            z = attend_as(layer, q, k, v, before)
         written = layer.write(z)
         sites = {"residual": residual, "z": z, "written": written}
         for site in keep:

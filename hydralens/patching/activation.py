@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from hydralens.errors import InputError, check_word
 from hydralens.models.anatomy import Anatomy
-from hydralens.models.forward import Trace, attend, trace
+from hydralens.models.forward import KeysValues, Trace, attend_as, trace
 from hydralens.models.lens import LensModel
 from hydralens.patching.batching import in_batches
 from hydralens.patching.effects import HeadEffects
@@ -176,7 +176,6 @@ def unpad(probe: Probe, index: int, device: torch.device) -> Pair:
 
 
 Measure = Callable[[Float[Tensor, "row n d_model"]], Float[Tensor, "row"]]
-KeysValues = tuple[Float[Tensor, "1 kv_head pos d_head"], Float[Tensor, "1 kv_head pos d_head"]]
 
 
 def _patch_pair(
@@ -193,7 +192,8 @@ def _patch_pair(
 
     prefix = trace(anatomy, pair.clean[None, :shared], columns[:0], ("k", "v")) if shared else None
     both = torch.stack((pair.clean, pair.corrupt))[:, shared:]
-    runs = trace(anatomy, both, columns, ("residual", "z", "written", "q", "k", "v"), prefix=prefix)
+    attended = ("q", "k", "v") if component != "z" or mode == "total" else ()  # a direct effect of z attends to nothing again
+    runs = trace(anatomy, both, columns, ("residual", "z", "written", *attended), prefix=prefix)
     clean, corrupt = measure(runs.final[:, pair.read - start])
     base, source = (0, 1) if direction == "noise" else (1, 0)
     alternatives = _alternatives(anatomy, runs, prefix, base, source, component, patched[shared:], patched[columns])
@@ -232,16 +232,8 @@ def _alternatives(
         mixed = torch.where(where[:, None], inputs[component][source], inputs[component][base])
         q, k, v = ((mixed if name == component else x[base])[None] for name, x in inputs.items())
         before = k.shape[2] - q.shape[2]
-        z = attend(
-            q,
-            k[:, :, before:],
-            v[:, :, before:],
-            scale=layer.scale,
-            softcap=layer.softcap,
-            window=layer.window,
-            prefix=_behind(prefix, index, k[:, :, :before], v[:, :, :before]),
-        )
-        alternatives.append(z[0])
+        behind = _behind(prefix, index, k[:, :, :before], v[:, :, :before])
+        alternatives.append(attend_as(layer, q, k[:, :, before:], v[:, :, before:], behind)[0])
     return alternatives
 
 
@@ -268,7 +260,7 @@ def _patched_runs(
             q, k, v = layer.project(rows, runs.ropes[layer.rope_kind])
             before = runs.k[index].shape[2] - k.shape[2]
             behind = _behind(prefix, index, runs.k[index][[base], :, :before], runs.v[index][[base], :, :before])
-            rows = rows + layer.write(attend(q, k, v, scale=layer.scale, softcap=layer.softcap, window=layer.window, prefix=behind))
+            rows = rows + layer.write(attend_as(layer, q, k, v, behind))
         elif len(rows):
             rows = rows + runs.written[index][base]
         heads = [head for cell_layer, head in cells if cell_layer == index]

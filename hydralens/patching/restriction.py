@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hydralens.models.anatomy import Anatomy, Layer
-from hydralens.models.forward import Attention, attend
+from hydralens.models.forward import Attention, attend, attend_as
 from hydralens.models.lens import LensModel
 from hydralens.patching.activation import unpad
 from hydralens.patching.effects import HeadEffects
@@ -119,7 +119,7 @@ def _gated_run(
 def _both(layer: Layer, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Tensor, Tensor]:
     """z of every head under the model's own attention and under the restricted one, which never sees more."""
     own = {"scale": layer.scale, "softcap": layer.softcap}
-    full = attend(q, k, v, **own, window=layer.window)
+    full = attend_as(layer, q, k, v)
     if layer.window is None:
         return full, attend(q, k, v, **own, window=window, sinks=sinks)
     return full, full if layer.window <= window else attend(q, k, v, **own, window=window)

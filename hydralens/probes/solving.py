@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hydralens.models.lens import LensModel
@@ -54,8 +54,12 @@ def solve(model: LensModel, probe: Probe) -> Solved:
         logits = model.read_logits(probe.clean[row], probe.attention_mask[row], probe.read_positions[row])[0, scored]  # [n vocab]
         answer = probe.answer[pair, scored]
         right = logits.argmax(-1) == answer
-        others = logits[0].index_fill(0, answer[:1], -torch.inf)
         first.append(right[0])
         whole.append(right.all())
-        margin.append(logits[0, answer[0]] - others.max())
+        margin.append(lead(logits[0], answer[0]))
     return Solved(probe.name, probe.corruption, torch.stack(first), torch.stack(whole), torch.stack(margin))
+
+
+def lead(logits: Float[Tensor, "vocab"], token: Int[Tensor, ""]) -> Float[Tensor, ""]:
+    """Logit of ``token`` minus the best other; positive where it is the argmax."""
+    return logits[token] - logits.index_fill(0, token[None], -torch.inf).max()

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from hydralens.figures.findings import PAPER, knockout, preview, previews_by_task, strongest_probe
+from hydralens.figures.findings import PAPER, all_probes, knockout, preview, previews_by_task, strongest_probe
 from hydralens.figures.style import count, number, percent
 from hydralens.report.result import RunResult
 
@@ -96,7 +96,7 @@ def _certainty(run: RunResult) -> Verdict:
     if not rows:
         return Verdict(question, "no", ["No head has a score: the probes found nothing, and the whole mask is tie-break."])
     low = torch.tensor([row.low for row in rows])
-    pairs = [effects.n_pairs for probes in run.scores.made_from.values() for effects in probes.values()]
+    pairs = [effects.n_pairs for effects in all_probes(run.scores.made_from).values()]
     per_probe = f"{min(pairs)}" if min(pairs) == max(pairs) else f"{min(pairs)} to {max(pairs)}"
     if bool(low.isnan().all()):
         return Verdict(question, "unknown", [f"With {count(min(pairs), 'pair')} in a probe there is no interval to give; use more pairs."])

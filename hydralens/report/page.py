@@ -10,7 +10,7 @@ import plotly.io
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from hydralens import figures
+from hydralens import figures as draw
 from hydralens.files import write_text
 from hydralens.report import answer
 from hydralens.report.result import RunResult
@@ -20,8 +20,11 @@ HERE = Path(__file__).parent
 STATIC = {"responsive": True, "displayModeBar": False}
 
 
-def write_report(path: str | Path, run: RunResult) -> Path:
+def write_report(path: str | Path, run: RunResult, figures: Mapping[str, go.Figure] | None = None) -> Path:
     """Write ``report.html``: one page that needs no other file and no network.
+
+    Args:
+        figures: those of ``run_figures(run)``, where they are made already.
 
     Raises:
         InputError: the folder cannot be written, or a frame of ``run`` lacks a column.
@@ -35,7 +38,7 @@ def write_report(path: str | Path, run: RunResult) -> Path:
         verdicts=answer.verdicts(run),
         best_heads=answer.best_heads(run),
         kept_heads=answer.kept_heads(run),
-        figures=[_embed(name, fig) for name, fig in run_figures(run).items()],
+        figures=[_embed(name, fig) for name, fig in (run_figures(run) if figures is None else figures).items()],
         settings=list(_flat(run.settings)),
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
         plotly=Markup(get_plotlyjs()),
@@ -45,16 +48,16 @@ def write_report(path: str | Path, run: RunResult) -> Path:
 
 def run_figures(run: RunResult) -> dict[str, go.Figure]:
     """The figures of a run under the names of their files, in the report's order; those whose data were measured."""
-    made = {"head_heatmap": figures.head_heatmap(run.scores, run.mask), "probe_facets": figures.probe_facets(run.scores)}
+    made = {"head_heatmap": draw.head_heatmap(run.scores, run.mask), "probe_facets": draw.probe_facets(run.scores)}
     if run.knockout is not None:
-        made["knockout_curve"] = figures.knockout_curve(run.knockout)
+        made["knockout_curve"] = draw.knockout_curve(run.knockout)
     if run.preview is not None:
-        made["mask_preview"] = figures.mask_preview(run.preview)
+        made["mask_preview"] = draw.mask_preview(run.preview)
     if run.layer_similarity is not None:
-        made["layer_similarity"] = figures.layer_similarity(run.layer_similarity)
+        made["layer_similarity"] = draw.layer_similarity(run.layer_similarity)
     if run.head_similarity is not None:
-        made["head_similarity"] = figures.head_similarity(run.head_similarity)
-    return made | {"layer_profile": figures.layer_profile(run.scores)}
+        made["head_similarity"] = draw.head_similarity(run.head_similarity)
+    return made | {"layer_profile": draw.layer_profile(run.scores)}
 
 
 def _embed(name: str, fig: go.Figure) -> dict[str, Any]:
