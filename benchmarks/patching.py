@@ -32,8 +32,9 @@ from hydralens.models.conversion import converted
 from hydralens.models.embedded import embedded_gguf
 from hydralens.models.lens import LensModel, wrap_model
 from hydralens.models.loading import load_model
-from hydralens.patching.activation import Pair, activation_patch, unpad
+from hydralens.patching.activation import activation_patch
 from hydralens.patching.metric import DECAY
+from hydralens.patching.pairs import Pair, unpad
 from hydralens.probes.base import Probe
 from hydralens.probes.needles import retrieval
 

@@ -17,7 +17,7 @@ _HOME = {  # public name -> the module that defines it
     "activation_patch": "hydralens.patching.activation",
     "ablate": "hydralens.patching.ablation",
     "HeadEffects": "hydralens.patching.effects",
-    "HeadScores": "hydralens.scoring",
+    "HeadScores": "hydralens.scores",
     "score_heads": "hydralens.scoring",
     "HeadMask": "hydralens.head_mask",
     "select_heads": "hydralens.selection",

@@ -22,7 +22,8 @@ from hydralens.models.lens import LensModel
 from hydralens.patching.restriction import SINKS, WINDOW
 from hydralens.probes import reasoning, retrieval
 from hydralens.report import RunResult, run_figures, write_report
-from hydralens.scoring import paper_score, score_heads
+from hydralens.scores import paper_score
+from hydralens.scoring import score_heads
 from hydralens.selection import RULES, heads_for_ratio, select_heads
 from hydralens.similarity import head_similarity, layer_similarity
 from hydralens.validation import far_prompts, knockout_curve, mask_preview, random_masks

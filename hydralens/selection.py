@@ -16,7 +16,7 @@ import torch
 
 from hydralens.errors import InputError
 from hydralens.head_mask import HeadMask, parse_ratio
-from hydralens.scoring import HeadScores
+from hydralens.scores import HeadScores
 
 Rule = Literal[
     "global",

@@ -18,7 +18,7 @@ from hydralens.errors import InputError
 from hydralens.models.forward import Attention, trace
 from hydralens.models.lens import LensModel
 from hydralens.patching.ablation import ablate, mean_z
-from hydralens.patching.activation import Pair, unpad
+from hydralens.patching.pairs import Pair, unpad
 from hydralens.patching.restriction import SINKS, WINDOW, restricted_attention
 from hydralens.probes.base import Probe
 from hydralens.probes.solving import lead

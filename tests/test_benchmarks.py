@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import patching as bench
 from hydralens.errors import InputError
-from hydralens.patching.activation import unpad
+from hydralens.patching.pairs import unpad
 
 
 @pytest.fixture(scope="module")

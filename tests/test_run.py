@@ -15,7 +15,7 @@ from hydralens.models.lens import wrap_model
 from hydralens.models.loading import load_model
 from hydralens.probes import reasoning, retrieval
 from hydralens.run import run
-from hydralens.scoring import HeadScores
+from hydralens.scores import HeadScores
 from tests.planted import HEADS, LAYERS, RETRIEVER, planted_model, word_tokenizer
 from tests.test_files import full_disk
 from tests.tiny import tiny_hf

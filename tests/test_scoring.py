@@ -9,7 +9,8 @@ from hydralens import scoring
 from hydralens.errors import InputError, ProbeNotSolvedError
 from hydralens.models.lens import wrap_model
 from hydralens.probes import induction, niah
-from hydralens.scoring import HeadScores, capability_score, paper_score, restriction_score, score_heads
+from hydralens.scores import HeadScores, capability_score, mean_score, paper_score
+from hydralens.scoring import score_heads
 from tests.patching.test_activation import random_probe
 from tests.planted import HEADS, LAYERS, RETRIEVER, planted_model
 from tests.test_effects import effects_of
@@ -61,7 +62,7 @@ def test_a_capability_in_which_all_heads_are_equal_adds_nothing():
 
 def test_restriction_counts_no_pair_below_zero_and_no_pair_that_was_dropped():
     a = effects_of([[[0.4, -0.2]], [[0.2, 0.6]], [[9.0, 9.0]]], kept=[True, True, False])
-    equal(restriction_score({"retrieval": {"a": a}, "reasoning": {"b": one(0.1, -0.5)}}), 0.2, 0.15)
+    equal(mean_score({"retrieval": {"a": a}, "reasoning": {"b": one(0.1, -0.5)}}, drop_negative=True), 0.2, 0.15)
 
 
 # --- ranks and columns ---
@@ -255,7 +256,7 @@ def test_restriction_scores_are_saved_with_what_made_them(model, probes, tmp_pat
     scores = score_heads(model, probes[:2], method="restriction")
     scores.save(tmp_path)
     again = HeadScores.load(tmp_path)
-    assert again.method == "restriction" and torch.equal(restriction_score(again.restriction), scores.composite)
+    assert again.method == "restriction" and torch.equal(mean_score(again.measured, drop_negative=True), scores.composite)
     pd.testing.assert_frame_equal(again.to_frame(), scores.to_frame(), check_exact=True)
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hydralens.head_mask import HeadMask
 from hydralens.models.info import ModelInfo
 from hydralens.patching.effects import HeadEffects
-from hydralens.scoring import HeadScores
+from hydralens.scores import HeadScores
 
 PROBE = {"name": "niah/value", "capability": "retrieval", "n_pairs": 8, "n_tokens": 512, "seed": 0, "direction": "noise", "metric": "logit difference"}
 

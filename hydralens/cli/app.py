@@ -133,7 +133,7 @@ def select(
     seed: Seed = 0,
 ) -> None:
     """Choose the heads that keep full attention and write head_mask.json; says what the choice costs."""
-    from hydralens.scoring import HeadScores
+    from hydralens.scores import HeadScores
     from hydralens.selection import select_heads, selection_report
 
     scores = HeadScores.load(folder)

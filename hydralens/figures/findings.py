@@ -12,7 +12,7 @@ from torch import Tensor
 from hydralens.errors import InputError
 from hydralens.figures.style import count, listed, percent
 from hydralens.patching.effects import HeadEffects
-from hydralens.scoring import Effects, HeadScores
+from hydralens.scores import HeadScores, all_probes
 
 KNOCKOUT_COLUMNS = ("k", "order", "draw", "accuracy", "ci_low", "ci_high", "margin", "n_prompts")
 PREVIEW_COLUMNS = ("mask", "draw", "task", "accuracy", "ci_low", "ci_high", "margin", "n_prompts")
@@ -20,11 +20,6 @@ FULL, SELECTED, RANDOM, NONE, PAPER = "all heads full", "selected", "random", "n
 
 
 # --- heads ---------------------------------------------------------------------------------------------------------
-
-
-def all_probes(effects: Effects) -> dict[str, HeadEffects]:
-    """Every probe's effects under ``name/corruption``, over all capabilities."""
-    return {label: effect for probes in effects.values() for label, effect in probes.items()}
 
 
 @lru_cache(maxsize=64)

@@ -11,11 +11,11 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from hydralens.errors import InputError
-from hydralens.figures.findings import all_probes, gini, half_share_finding, importance, interval, strongest_probe
+from hydralens.figures.findings import gini, half_share_finding, importance, interval, strongest_probe
 from hydralens.figures.style import BLUE, ORANGE, array, colorbar, count, finish, limit, listed, percent
 from hydralens.head_mask import HeadMask
 from hydralens.patching.effects import HeadEffects
-from hydralens.scoring import THRESHOLD, HeadScores
+from hydralens.scores import THRESHOLD, HeadScores, all_probes
 
 CLIP_PERCENTILE = 99.5  # facets share one colour axis, which a single strong probe would otherwise own
 TOP = 12

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hydralens.errors import InputError, check_word
 from hydralens.models.forward import trace
 from hydralens.models.lens import LensModel
+from hydralens.patching.pairs import check_heads
 from hydralens.probes.base import Probe
 
 HOW = ("zero", "mean", "resample")
@@ -32,10 +33,8 @@ def ablate(model: LensModel, heads: Sequence[tuple[int, int]], how: str = "mean"
     check_word("how", how, HOW)
     if how != "zero" and reference is None:
         raise InputError(f"{how} ablation needs a reference: pass the probes it is taken from")
-    n_layers, n_heads = model.info.n_layers, model.info.n_heads
-    for layer, head in heads:
-        if not (0 <= layer < n_layers and 0 <= head < n_heads):
-            raise InputError(f"L{layer}H{head} does not exist: {model.info.id} has layers 0..{n_layers - 1} and heads 0..{n_heads - 1}")
+    n_heads = model.info.n_heads
+    check_heads(heads, model.info.n_layers, n_heads)
     values = _replacement(model, how, reference)  # [layer, pos or 1, head, d_head]
     by_layer: dict[int, list[int]] = {}
     for layer, head in heads:

@@ -11,13 +11,12 @@ One pair of prompts at a time, unpadded. What makes a sweep cheap, all of it exa
 * only the logits that the metric compares are computed.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Collection
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hydralens.errors import InputError, check_word
 from hydralens.models.anatomy import Anatomy
@@ -25,16 +24,12 @@ from hydralens.models.forward import KeysValues, Trace, attend_as, trace
 from hydralens.models.lens import LensModel
 from hydralens.patching.batching import in_batches
 from hydralens.patching.effects import HeadEffects
-from hydralens.patching.metric import logit_difference
+from hydralens.patching.pairs import COMPONENTS, DIRECTIONS, POSITIONS, Pair, check_heads
+from hydralens.patching.sweep import Measure, Metric, Patched, default_batch_tokens, sweep
 from hydralens.probes.base import Probe
 
-COMPONENTS = ("z", "q", "k", "v")
 MODES = ("direct", "total")
-DIRECTIONS = ("noise", "denoise")
-POSITIONS = ("answer", "needle", "suffix", "all")
 NO_HEAD = -1
-
-Metric = Callable[[Float[Tensor, "row n vocab"], Int[Tensor, "n"], Int[Tensor, "n"]], Float[Tensor, "row"]]
 
 
 @torch.no_grad()
@@ -46,6 +41,7 @@ def activation_patch(
     direction: str = "noise",
     positions: str = "answer",
     *,
+    heads: Collection[tuple[int, int]] | None = None,
     readout: str = "span",
     metric: Metric | None = None,
     min_span: float = 1e-6,
@@ -64,6 +60,7 @@ def activation_patch(
         positions: where the head is patched: ``answer`` (the read positions), ``needle``, ``suffix`` (from the first token in which
             clean and corrupt differ; before it the two runs are equal) or ``all``. Direct effects of z and q at any other position
             than the read positions are zero by definition.
+        heads: only these ``(layer, head)`` are patched (KV heads for k and v), the others are NaN; default: all.
         readout: ``span`` (Eq. 9) or ``first`` (the first answer token alone).
         metric: instead of the logit difference: ``metric(logits [row, n, vocab], answer [n], foil [n]) -> [row]``.
         min_span: pairs whose |clean - corrupt| metric is smaller are not kept.
@@ -74,114 +71,38 @@ def activation_patch(
         HeadEffects with ``per_pair [pair, layer, head]``; the head axis counts KV heads for k and v.
 
     Raises:
-        InputError: an argument is not one of the words above, or no pair is kept.
+        InputError: an argument is not one of the words above, a head does not exist, or no pair is kept.
     """
     check_word("component", component, COMPONENTS)
     check_word("mode", mode, MODES)
     check_word("direction", direction, DIRECTIONS)
     check_word("positions", positions, POSITIONS)
-    model.warn_of_bypassed_hooks()
     anatomy = model.anatomy
-    batch_tokens = batch_tokens or (2**16 if model.device.type == "cuda" else 2**12)
+    batch_tokens = batch_tokens or default_batch_tokens(model)
     columns_per_layer = anatomy.n_kv_heads if component in ("k", "v") else anatomy.n_heads
-    per_pair = torch.full((probe.n_pairs, anatomy.n_layers, columns_per_layer), torch.nan)
-    baselines = torch.full((2, probe.n_pairs), torch.nan)
-    answered = torch.zeros(probe.n_pairs, dtype=torch.bool)
+    cells = sorted(set(heads)) if heads is not None else list(np.ndindex(anatomy.n_layers, columns_per_layer))
+    if not cells:
+        raise InputError("heads is empty; give at least one (layer, head)")
+    check_heads(cells, anatomy.n_layers, columns_per_layer)
 
-    for index in tqdm(range(probe.n_pairs), desc=f"{probe.name}/{probe.corruption}", disable=not verbose, leave=False):
-        pair = unpad(probe, index, model.device)
+    def patch(pair: Pair, measure: Measure) -> Patched:
+        return _patch_pair(anatomy, pair, measure, cells, component, mode, direction, positions, batch_tokens)
 
-        def measure(residual: Float[Tensor, "row n d_model"], pair: Pair = pair) -> Float[Tensor, "row"]:
-            if metric is None:
-                return logit_difference(anatomy, residual, pair.answer, pair.foil, readout)
-            return metric(anatomy.logits(residual), pair.answer, pair.foil)
-
-        clean, corrupt, patched, first_token = _patch_pair(anatomy, pair, measure, component, mode, direction, positions, batch_tokens)
-        answered[index] = bool(first_token == pair.answer[0])
-        span = clean - corrupt
-        baselines[:, index] = torch.stack((clean, corrupt)).float().cpu()
-        if span != 0 and abs(float(span)) >= min_span:
-            effect = (clean - patched if direction == "noise" else patched - corrupt) / span
-            per_pair[index] = effect.float().cpu()
-
-    kept = (baselines[0] - baselines[1]).abs() >= min_span
-    if not kept.any():
-        raise InputError(f"probe {probe.name}: clean and corrupt metric agree within {min_span:g} in all {probe.n_pairs} pairs: nothing to explain")
-    return HeadEffects(
-        per_pair=per_pair,
-        component=component,
-        mode=mode,
-        direction=direction,
-        positions=positions,
-        clean_metric=baselines[0],
-        corrupt_metric=baselines[1],
-        kept=kept,
-        answered=answered,
-        n_heads=anatomy.n_heads,
-        n_kv_heads=anatomy.n_kv_heads,
-        probe=probe.name,
-        capability=probe.capability,
-        corruption=probe.corruption,
-        readout=readout if metric is None else "custom",
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """One pair of a probe without its padding; columns count from its first real token, and end with the last read position."""
-
-    clean: Int[Tensor, "pos"]
-    corrupt: Int[Tensor, "pos"]
-    answer: Int[Tensor, "n"]
-    foil: Int[Tensor, "n"]
-    read: Int[Tensor, "n"]
-    needle: tuple[int, int]
-
-    @property
-    def first_difference(self) -> int:
-        """First column in which clean and corrupt differ; the last column if none does."""
-        different = (self.clean != self.corrupt).nonzero()
-        return min(int(different[0]), int(self.read.min())) if len(different) else int(self.read.min())
-
-    def patched(self, positions: str) -> Bool[Tensor, "pos"]:
-        """The columns a patch at ``positions`` touches."""
-        columns = torch.arange(len(self.clean), device=self.clean.device)
-        match positions:
-            case "answer":
-                return torch.isin(columns, self.read)
-            case "needle":
-                return (columns >= self.needle[0]) & (columns < self.needle[1])
-            case "suffix":
-                return columns >= self.first_difference
-            case _:
-                return torch.ones_like(columns, dtype=torch.bool)
-
-
-def unpad(probe: Probe, index: int, device: torch.device) -> Pair:
-    """Pair ``index`` of ``probe``; nothing after the last read position can matter to a causal model, so it is cut."""
-    mask, scored = probe.attention_mask[index].bool(), probe.scored[index]
-    column = mask.cumsum(0) - 1
-    read = column[probe.read_positions[index][scored]]
-    stop = int(read.max()) + 1
-    start, end = probe.needle_span[index].tolist()
-    to = {"device": device}
-    return Pair(
-        clean=probe.clean[index][mask][:stop].to(**to),
-        corrupt=probe.corrupt[index][mask][:stop].to(**to),
-        answer=probe.answer[index][scored].to(**to),
-        foil=probe.foil[index][scored].to(**to),
-        read=read.to(**to),
-        needle=(int(column[start]), int(column[end - 1]) + 1),
-    )
-
-
-Measure = Callable[[Float[Tensor, "row n d_model"]], Float[Tensor, "row"]]
+    about = {"component": component, "mode": mode, "direction": direction, "positions": positions}
+    return sweep(model, probe, patch, columns_per_layer, readout=readout, metric=metric, min_span=min_span, verbose=verbose, **about)
 
 
 def _patch_pair(
-    anatomy: Anatomy, pair: Pair, measure: Measure, component: str, mode: str, direction: str, positions: str, batch_tokens: int
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, "layer head"], Int[Tensor, ""]]:
-    """Metric of the clean run, of the corrupt run and of every patched run; and the clean run's choice for the first answer token."""
+    anatomy: Anatomy,
+    pair: Pair,
+    measure: Measure,
+    cells: list[tuple[int, int]],
+    component: str,
+    mode: str,
+    direction: str,
+    positions: str,
+    batch_tokens: int,
+) -> Patched:
     shared = pair.first_difference
     patched = pair.patched(positions)
     patched[:shared] = False  # clean and corrupt activations are equal there
@@ -206,10 +127,10 @@ def _patch_pair(
         metrics = measure(rows[:, pair.read - start])
         return (clean, corrupt)[base] + metrics[1:] - metrics[0]
 
-    cells = [(layer, head) for layer in range(anatomy.n_layers) for head in range(anatomy.n_heads // group)]
     values = in_batches(patched_metric, cells, max(1, batch_tokens // len(columns)))
-    choice = anatomy.logits(runs.final[0, pair.read[0] - start]).argmax()
-    return clean, corrupt, values.reshape(anatomy.n_layers, -1), choice
+    effects = torch.full((anatomy.n_layers, anatomy.n_heads // group), torch.nan, dtype=values.dtype, device=values.device)
+    effects[tuple(torch.tensor(cells, device=values.device).T)] = values
+    return Patched(clean, corrupt, effects, anatomy.logits(runs.final[0, pair.read[0] - start]).argmax())
 
 
 def _alternatives(

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from hydralens.models.anatomy import Anatomy, Layer
 from hydralens.models.forward import Attention, attend, attend_as
 from hydralens.models.lens import LensModel
-from hydralens.patching.activation import unpad
 from hydralens.patching.effects import HeadEffects
+from hydralens.patching.pairs import unpad
 from hydralens.probes.base import Probe
 
 WINDOW, SINKS = 64, 4  # a restricted head sees the last 64 positions, its own included, and the first 4

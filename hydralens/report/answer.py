@@ -6,9 +6,10 @@ from typing import Literal
 
 import torch
 
-from hydralens.figures.findings import PAPER, all_probes, knockout, preview, previews_by_task, strongest_probe
+from hydralens.figures.findings import PAPER, knockout, preview, previews_by_task, strongest_probe
 from hydralens.figures.style import count, number, percent
 from hydralens.report.result import RunResult
+from hydralens.scores import all_probes
 
 LISTED = 12  # heads in the table
 

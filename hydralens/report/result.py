@@ -7,7 +7,7 @@ import pandas as pd
 
 from hydralens.head_mask import HeadMask
 from hydralens.models.info import ModelInfo
-from hydralens.scoring import HeadScores
+from hydralens.scores import HeadScores
 from hydralens.similarity import Similarity
 
 

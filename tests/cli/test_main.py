@@ -18,7 +18,8 @@ from hydralens import cli
 from hydralens.figures import saving
 from hydralens.head_mask import HeadMask
 from hydralens.mask_formats import FORMATS
-from hydralens.scoring import METHODS, HeadScores
+from hydralens.scores import HeadScores
+from hydralens.scoring import METHODS
 from hydralens.selection import RULES
 from tests.planted import RETRIEVER, save_planted, word_tokenizer
 from tests.test_files import full_disk

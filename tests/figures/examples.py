@@ -7,7 +7,7 @@ from scipy.stats import binomtest
 from hydralens.head_mask import HeadMask
 from hydralens.models.info import ModelInfo
 from hydralens.patching.effects import HeadEffects
-from hydralens.scoring import HeadScores
+from hydralens.scores import HeadScores
 from hydralens.similarity import Similarity
 
 LAYERS, HEADS, KV_HEADS = 4, 6, 2

@@ -3,7 +3,8 @@ import torch
 
 from hydralens.errors import InputError
 from hydralens.models.lens import wrap_model
-from hydralens.patching.activation import COMPONENTS, DIRECTIONS, MODES, POSITIONS, activation_patch
+from hydralens.patching.activation import MODES, activation_patch
+from hydralens.patching.pairs import COMPONENTS, DIRECTIONS, POSITIONS
 from hydralens.probes.base import Probe
 from tests.patching.reference import slow_effects
 from tests.tiny import FAMILIES, tiny_hf

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hydralens.models.lens import wrap_model
-from hydralens.patching.activation import COMPONENTS, MODES, activation_patch
+from hydralens.patching.activation import MODES, activation_patch
+from hydralens.patching.pairs import COMPONENTS
 from hydralens.patching.restriction import restriction_effects
 from tests.patching.test_activation import random_probe
 from tests.tiny import FAMILIES, tiny_hf
