@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,10 @@ class LensModel:
         i = self.info
         shape = f"{i.n_layers} layers x {i.n_heads} heads ({i.n_kv_heads} KV, head_dim {i.head_dim})"
         return f"LensModel({i.id}, {self.anatomy.family}, {shape}, {self.dtype}, {self.device})"
+
+    def kv_heads(self, heads: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The KV heads ``(layer, kv_head)`` that the given query heads read, each once."""
+        return sorted({(layer, head // self.info.group) for layer, head in heads})
 
     @torch.no_grad()
     def read_logits(

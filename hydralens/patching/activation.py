@@ -15,21 +15,21 @@ from collections.abc import Collection
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from hydralens.errors import InputError, check_word
 from hydralens.models.anatomy import Anatomy
-from hydralens.models.forward import KeysValues, Trace, attend_as, trace
+from hydralens.models.forward import attend_as
 from hydralens.models.lens import LensModel
 from hydralens.patching.batching import in_batches
 from hydralens.patching.effects import HeadEffects
 from hydralens.patching.pairs import COMPONENTS, DIRECTIONS, POSITIONS, Pair, check_heads
+from hydralens.patching.runs import NO_HEAD, Cell, PairRuns, patched_runs, replaced_z, run_pair
 from hydralens.patching.sweep import Measure, Metric, Patched, default_batch_tokens, sweep
 from hydralens.probes.base import Probe
 
 MODES = ("direct", "total")
-NO_HEAD = -1
 
 
 @torch.no_grad()
@@ -89,107 +89,51 @@ def activation_patch(
         return _patch_pair(anatomy, pair, measure, cells, component, mode, direction, positions, batch_tokens)
 
     about = {"component": component, "mode": mode, "direction": direction, "positions": positions}
-    return sweep(model, probe, patch, columns_per_layer, readout=readout, metric=metric, min_span=min_span, verbose=verbose, **about)
+    return sweep(model, probe, patch, (anatomy.n_layers, columns_per_layer), readout=readout, metric=metric, min_span=min_span, verbose=verbose, **about)
 
 
 def _patch_pair(
     anatomy: Anatomy,
     pair: Pair,
     measure: Measure,
-    cells: list[tuple[int, int]],
+    cells: list[Cell],
     component: str,
     mode: str,
     direction: str,
     positions: str,
     batch_tokens: int,
 ) -> Patched:
-    shared = pair.first_difference
-    patched = pair.patched(positions)
-    patched[:shared] = False  # clean and corrupt activations are equal there
-    start = int(pair.read.min())
-    if mode == "total" and patched.any():
-        start = min(start, int(patched.nonzero()[0]))
-    columns = torch.arange(start, len(pair.clean), device=pair.clean.device)
-
-    prefix = trace(anatomy, pair.clean[None, :shared], columns[:0], ("k", "v")) if shared else None
-    both = torch.stack((pair.clean, pair.corrupt))[:, shared:]
     attended = ("q", "k", "v") if component != "z" or mode == "total" else ()  # a direct effect of z attends to nothing again
-    runs = trace(anatomy, both, columns, ("residual", "z", "written", *attended), prefix=prefix)
-    clean, corrupt = measure(runs.final[:, pair.read - start])
+    both = run_pair(anatomy, pair, positions, ("residual", "z", "written", *attended), read_only=mode == "direct")
+    read = pair.read - both.start
+    clean, corrupt = measure(both.runs.final[:, read])
     base, source = (0, 1) if direction == "noise" else (1, 0)
-    alternatives = _alternatives(anatomy, runs, prefix, base, source, component, patched[shared:], patched[columns])
-
+    alternatives = _alternatives(anatomy, both, base, source, component)
     group = anatomy.group if component in ("k", "v") else 1
 
-    def patched_metric(cells: list[tuple[int, int]]) -> Float[Tensor, "cell"]:
-        # The first row patches no head: a baseline of the same batch shape, on which low-precision rounding depends.
-        rows = _patched_runs(anatomy, runs, prefix, base, alternatives, [(cells[0][0], NO_HEAD), *cells], group, live=mode == "total")
-        metrics = measure(rows[:, pair.read - start])
+    def patched_metric(cells: list[Cell]) -> Float[Tensor, "cell"]:
+        cells = [(cells[0][0], NO_HEAD), *cells]
+        *_, (_, rows) = patched_runs(anatomy, both, base, alternatives, cells, group=group, live=mode == "total")
+        metrics = measure(rows[:, read])
         return (clean, corrupt)[base] + metrics[1:] - metrics[0]
 
-    values = in_batches(patched_metric, cells, max(1, batch_tokens // len(columns)))
+    values = in_batches(patched_metric, cells, max(1, batch_tokens // len(both.runs.columns)))
     effects = torch.full((anatomy.n_layers, anatomy.n_heads // group), torch.nan, dtype=values.dtype, device=values.device)
     effects[tuple(torch.tensor(cells, device=values.device).T)] = values
-    return Patched(clean, corrupt, effects, anatomy.logits(runs.final[0, pair.read[0] - start]).argmax())
+    return Patched(clean, corrupt, effects, anatomy.logits(both.runs.final[0, read[0]]).argmax())
 
 
-def _alternatives(
-    anatomy: Anatomy,
-    runs: Trace,
-    prefix: Trace | None,
-    base: int,
-    source: int,
-    component: str,
-    patched: Bool[Tensor, "pos"],
-    patched_columns: Bool[Tensor, "column"],
-) -> list[Float[Tensor, "column head d_head"]]:
+def _alternatives(anatomy: Anatomy, both: PairRuns, base: int, source: int, component: str) -> list[Float[Tensor, "column head d_head"]]:
     """Per layer, z of every head as it would be if that head's component (its KV head's for k and v) were patched."""
+    runs, patched = both.runs, both.patched
     if component == "z":
-        return [torch.where(patched_columns[:, None, None], z[source], z[base]) for z in runs.z]
+        return replaced_z(runs, patched[both.start :], base, source)
     alternatives = []
     for index, layer in enumerate(anatomy.layers):
         inputs = {"q": runs.q[index], "k": runs.k[index], "v": runs.v[index]}
-        where = patched_columns if component == "q" else patched
+        where = patched[both.start :] if component == "q" else patched[both.shared :]
         mixed = torch.where(where[:, None], inputs[component][source], inputs[component][base])
-        q, k, v = ((mixed if name == component else x[base])[None] for name, x in inputs.items())
-        before = k.shape[2] - q.shape[2]
-        behind = _behind(prefix, index, k[:, :, :before], v[:, :, :before])
-        alternatives.append(attend_as(layer, q, k[:, :, before:], v[:, :, before:], behind)[0])
+        q, k, v = (mixed if name == component else x[base] for name, x in inputs.items())
+        new = slice(-len(runs.columns), None)
+        alternatives.append(attend_as(layer, q[None], k[None, :, new], v[None, :, new], both.behind(index, k, v))[0])
     return alternatives
-
-
-def _behind(prefix: Trace | None, layer: int, k: Tensor, v: Tensor) -> KeysValues:
-    """Keys and values of everything before the kept columns: the shared prefix, then ``k`` and ``v``."""
-    return (k, v) if prefix is None else (torch.cat((prefix.k[layer], k), 2), torch.cat((prefix.v[layer], v), 2))
-
-
-def _patched_runs(
-    anatomy: Anatomy,
-    runs: Trace,
-    prefix: Trace | None,
-    base: int,
-    alternatives: list[Float[Tensor, "column head d_head"]],
-    cells: list[tuple[int, int]],
-    group: int,
-    live: bool,
-) -> Float[Tensor, "cell column d_model"]:
-    """Final residual stream of one run per cell; cells are sorted by layer, and a run starts at its own layer."""
-    rows = runs.residual[0][:0]
-    for index in range(cells[0][0], anatomy.n_layers):
-        layer = anatomy.layers[index]
-        if live and len(rows):
-            q, k, v = layer.project(rows, runs.ropes[layer.rope_kind])
-            before = runs.k[index].shape[2] - k.shape[2]
-            behind = _behind(prefix, index, runs.k[index][[base], :, :before], runs.v[index][[base], :, :before])
-            rows = rows + layer.write(attend_as(layer, q, k, v, behind))
-        elif len(rows):
-            rows = rows + runs.written[index][base]
-        heads = [head for cell_layer, head in cells if cell_layer == index]
-        if heads:
-            # One row per cell, whose head (or whole group, for k and v) takes the alternative.
-            readers = torch.arange(anatomy.n_heads, device=rows.device) // group
-            chosen = torch.tensor(heads, device=rows.device)[:, None] == readers
-            new = torch.where(chosen[:, None, :, None], alternatives[index], runs.z[index][base])
-            rows = torch.cat((rows, runs.residual[index][base] + layer.write(new)))
-        rows = layer.feed(rows)
-    return rows

@@ -21,6 +21,7 @@ class HeadEffects:
         kept: ``[pair]``, False for pairs whose clean minus corrupt metric is too small to divide by.
         answered: ``[pair]``, whether the unpatched clean run gives the first answer token the highest logit.
         probe, capability, corruption, readout: what was asked and how the answer was scored.
+        through: for path patching, the receivers' inputs that the effect goes through.
         n_heads: query heads per layer (the head axis has ``n_heads`` or, for k and v, ``n_kv_heads`` columns).
         n_kv_heads: KV heads per layer.
     """
@@ -40,6 +41,7 @@ class HeadEffects:
     capability: str = ""
     corruption: str = ""
     readout: str = "span"
+    through: str = ""
 
     @property
     def values(self) -> Float[Tensor, "layer head"]:

@@ -25,7 +25,7 @@ class Patched:
 
     clean: Float[Tensor, ""]
     corrupt: Float[Tensor, ""]
-    values: Float[Tensor, "layer head"]  # NaN where nothing was patched
+    values: Float[Tensor, "... layer head"]  # NaN where nothing was patched
     first_token: Int[Tensor, ""]
 
 
@@ -38,7 +38,7 @@ def sweep(
     model: LensModel,
     probe: Probe,
     patch: Callable[[Pair, Measure], Patched],
-    columns_per_layer: int,
+    shape: tuple[int, ...],
     *,
     direction: str,
     readout: str,
@@ -47,14 +47,14 @@ def sweep(
     verbose: bool,
     **about: str,
 ) -> HeadEffects:
-    """Normalised effects of ``patch`` over the pairs of ``probe``.
+    """Normalised effects of ``patch``, whose values have the given shape, ``[..., layer, head]``, over the pairs of ``probe``.
 
     Raises:
         InputError: no pair is kept.
     """
     model.warn_of_bypassed_hooks()
     anatomy = model.anatomy
-    per_pair = torch.full((probe.n_pairs, anatomy.n_layers, columns_per_layer), torch.nan)
+    per_pair = torch.full((probe.n_pairs, *shape), torch.nan)
     baselines = torch.full((2, probe.n_pairs), torch.nan)
     answered = torch.zeros(probe.n_pairs, dtype=torch.bool)
     for index in tqdm(range(probe.n_pairs), desc=f"{probe.name}/{probe.corruption}", disable=not verbose, leave=False):

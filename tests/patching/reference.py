@@ -82,3 +82,86 @@ def slow_effects(hf, pair, component, mode, direction, columns, n_heads, head_di
                 patched = measure(hf(input_ids=base_tokens[None], use_cache=False).logits[0])
             effects[layer, head] = ((clean - patched) if direction == "noise" else (patched - corrupt)) / (clean - corrupt)
     return effects
+
+
+def mlps(hf):
+    return [block.mlp for block in (hf.transformer.h if hf.config.model_type == "gpt2" else hf.model.layers)]
+
+
+def all_sites(hf, tokens):
+    """Outputs of every q, k, v projection and MLP and inputs of every output projection in one forward: {(layer, site): [pos, features]}, logits."""
+    kept = {}
+    with ExitStack() as stack:
+        for layer, mlp in enumerate(mlps(hf)):
+            o, projections, _ = sites(hf, layer)
+            stack.callback(o.register_forward_pre_hook(lambda m, args, at=(layer, "z"): kept.__setitem__(at, args[0][0].clone())).remove)
+            stack.callback(mlp.register_forward_hook(lambda m, args, out, at=(layer, "mlp"): kept.__setitem__(at, out[0].clone())).remove)
+            for name, module in projections.items():
+                stack.callback(module.register_forward_hook(lambda m, args, out, at=(layer, name): kept.__setitem__(at, out[0].clone())).remove)
+        return kept, hf(input_ids=tokens[None], use_cache=False).logits[0]
+
+
+@torch.no_grad()
+def run_with(hf, tokens, replaced):
+    """One forward in which sites are replaced: {(layer, site): function of the site's [pos, features]}; all sites as they then are, and logits."""
+    with ExitStack() as stack:
+        for (layer, site), new in replaced.items():
+            o, projections, _ = sites(hf, layer)
+            if site == "z":
+                handle = o.register_forward_pre_hook(lambda m, args, new=new: (new(args[0][0].clone())[None],))
+            else:
+                module = mlps(hf)[layer] if site == "mlp" else projections[site]
+                handle = module.register_forward_hook(lambda m, args, out, new=new: new(out[0].clone())[None])
+            stack.callback(handle.remove)
+        return all_sites(hf, tokens)
+
+
+@torch.no_grad()
+def slow_path_effects(hf, pair, receivers, receiver_input, direction, columns, head_dim, *, freeze_mlps=False, second_pass="total"):
+    """[layer, head] IE of every sender through the receivers: two full forwards a sender. GPT-2's fused projection is q, k and v at once."""
+    base_tokens, source_tokens = (pair["clean"], pair["corrupt"]) if direction == "noise" else (pair["corrupt"], pair["clean"])
+    base, base_logits = all_sites(hf, base_tokens)
+    source, source_logits = all_sites(hf, source_tokens)
+    n_layers, n_heads = hf.config.num_hidden_layers, hf.config.num_attention_heads
+    group = n_heads // (n_heads if hf.config.model_type == "gpt2" else hf.config.num_key_value_heads)
+    last = max(layer for layer, _ in receivers)
+
+    def measure(logits):
+        return metric_of(logits, pair["read"], pair["answer"], pair["foil"])
+
+    def put(where, values, at=columns):
+        def new(x):
+            x[at[:, None], torch.arange(x.shape[1])[where]] = values[at][:, where]
+            return x
+
+        return new
+
+    clean, corrupt = (measure(x) for x in ((base_logits, source_logits) if direction == "noise" else (source_logits, base_logits)))
+    effects = torch.full((n_layers, n_heads), torch.nan, dtype=base_logits.dtype)
+    for layer in range(last):
+        for head in range(n_heads):
+            sender = site_slice(hf, "z", head, head_dim)
+            frozen = {(other, "z"): lambda x, other=other: base[other, "z"].clone() for other in range(n_layers)}
+            frozen[layer, "z"] = lambda x, layer=layer, sender=sender: put(sender, source[layer, "z"])(base[layer, "z"].clone())
+            if freeze_mlps:
+                frozen |= {(other, "mlp"): lambda x, other=other: base[other, "mlp"].clone() for other in range(n_layers)}
+            seen, _ = run_with(hf, base_tokens, frozen)
+            second = {}
+            if second_pass == "direct":  # all inputs and all outputs held, but for the receivers' replaced input and the z of its readers
+                for other in range(n_layers):
+                    for name in receiver_input if hf.config.model_type == "gpt2" else "qkv":
+                        second[other, name] = lambda x, at=(other, name): base[at].clone()
+                    reading = [h for r, h in receivers if r == other]
+                    kept = [h for h in range(n_heads) if (h if receiver_input == "q" else h // group) not in reading]
+                    where = torch.cat([torch.arange(h * head_dim, (h + 1) * head_dim) for h in kept] or [torch.arange(0)]).long()
+                    second[other, "z"] = put(where, base[other, "z"], torch.arange(len(base_tokens)))
+            for r, _ in receivers:
+                at, heads = (r, receiver_input), [h for other, h in receivers if other == r]
+                where = torch.cat([torch.arange(10**4)[site_slice(hf, receiver_input, h, head_dim)] for h in heads])
+                before = second.get(at, lambda x: x) if second_pass == "direct" else lambda x: x
+                change = put(where, seen[at])
+                second[at] = lambda x, before=before, change=change: change(before(x))
+            _, logits = run_with(hf, base_tokens, second)
+            patched = measure(logits)
+            effects[layer, head] = ((clean - patched) if direction == "noise" else (patched - corrupt)) / (clean - corrupt)
+    return effects

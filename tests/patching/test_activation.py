@@ -6,38 +6,9 @@ from hydralens.models.lens import wrap_model
 from hydralens.patching.activation import MODES, activation_patch
 from hydralens.patching.pairs import COMPONENTS, DIRECTIONS, POSITIONS
 from hydralens.probes.base import Probe
+from tests.patching.examples import columns_of, random_probe
 from tests.patching.reference import slow_effects
 from tests.tiny import FAMILIES, tiny_hf
-
-
-def random_probe(n_pairs=2, n_pos=23, n_answer=2, seed=0, first=9, pad=None, vocab=97) -> Probe:
-    """Random prompts that differ in three tokens from ``first`` on; the last ``n_answer`` positions are read."""
-    generator = torch.Generator().manual_seed(seed)
-    clean = torch.randint(3, vocab, (n_pairs, n_pos), generator=generator)
-    corrupt = clean.clone()
-    corrupt[:, first : first + 3] = (clean[:, first : first + 3] + 1) % vocab
-    answer = torch.randint(3, vocab, (n_pairs, n_answer), generator=generator)
-    mask = torch.ones_like(clean)
-    read = torch.arange(n_pos - n_answer, n_pos).expand(n_pairs, -1).contiguous()
-    span = torch.tensor([[first, first + 3]] * n_pairs)
-    if pad is not None:
-        before, after = pad
-        clean, corrupt = (torch.nn.functional.pad(x, pad, value=1) for x in (clean, corrupt))
-        mask, read, span = torch.nn.functional.pad(mask, pad), read + before, span + before
-    return Probe("random", "retrieval", "value", seed, clean, corrupt, mask, answer, (answer + 5) % vocab, read, span)
-
-
-def columns_of(probe, pair, positions):
-    clean, corrupt = probe.clean[pair], probe.corrupt[pair]
-    match positions:
-        case "answer":
-            return probe.read_positions[pair]
-        case "needle":
-            return torch.arange(*probe.needle_span[pair].tolist())
-        case "suffix":
-            return torch.arange(int((clean != corrupt).nonzero()[0]), len(clean))
-        case _:
-            return torch.arange(len(clean))
 
 
 def slow(hf, model, probe, pair, component, mode, direction, positions, readout="span"):
@@ -113,19 +84,19 @@ def test_batch_size_and_memory_shortage_change_nothing(monkeypatch):
 
     from hydralens.patching import activation
 
-    compute, sizes = activation._patched_runs, []
+    compute, sizes = activation.patched_runs, []
 
     def scarce(*args, **kwargs):
-        sizes.append(len(args[5]))
-        if len(args[5]) > 4:  # three cells and the row without a patch
+        sizes.append(len(args[4]))
+        if len(args[4]) > 4:  # three cells and the row without a patch
             raise torch.OutOfMemoryError("CUDA out of memory")
         return compute(*args, **kwargs)
 
-    monkeypatch.setattr(activation, "_patched_runs", scarce)
+    monkeypatch.setattr(activation, "patched_runs", scarce)
     torch.testing.assert_close(activation_patch(model, probe, "z", "total", "noise", "all").per_pair, expected)
     assert sizes[:4] == [33, 17, 9, 5] and max(sizes[4:]) == 33  # the second pair starts afresh
 
-    monkeypatch.setattr(activation, "_patched_runs", lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    monkeypatch.setattr(activation, "patched_runs", lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(InputError, match="single patched run"):
         activation_patch(model, probe)
 
