@@ -6,11 +6,13 @@ text is a grey that reads on white and on black.
 """
 
 from hydralens.figures.checks import knockout_curve, mask_preview
+from hydralens.figures.circuit import circuit
 from hydralens.figures.heads import head_heatmap, layer_profile, probe_facets
 from hydralens.figures.matrices import head_similarity, layer_similarity
 from hydralens.figures.saving import save_figure, save_figures
 
 __all__ = [
+    "circuit",
     "head_heatmap",
     "head_similarity",
     "knockout_curve",

@@ -6,6 +6,7 @@ sender can reach. All senders are rows of one batch in both passes, so that no f
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,55 +67,40 @@ def path_patch(
         InputError: an argument is not one of the words above, a receiver is missing or does not exist, no sender lies before a receiver,
             or no pair is kept.
     """
-    whole = [None] if receiver_input == "z->logits" and not receivers else [list(receivers or [])]
+    sets = [list(receivers or [])]
     settings = {"freeze_mlps": freeze_mlps, "second_pass": second_pass, "direction": direction, "positions": positions}
-    return _path_effects(
-        model, probe, whole, receiver_input, **settings, readout=readout, metric=metric, min_span=min_span, batch_tokens=batch_tokens, verbose=verbose
-    )[0]
+    measured = {"readout": readout, "metric": metric, "min_span": min_span, "batch_tokens": batch_tokens, "verbose": verbose}
+    return path_effects(model, probe, sets, receiver_input, **settings, **measured)[0]
 
 
-def edge_maps(
+def edge_maps(model: LensModel, probe: Probe, receivers: Sequence[Cell], receiver_input: str = "q", **settings: Any) -> dict[Cell, HeadEffects]:
+    """``path_patch`` to each receiver on its own: receiver -> effects of all senders through it. Pass 1 is shared by all receivers.
+
+    Args:
+        settings: keyword arguments of ``path_patch``.
+    """
+    effects = path_effects(model, probe, [[receiver] for receiver in receivers], receiver_input, **settings)
+    return dict(zip(map(tuple, receivers), effects, strict=True))
+
+
+@torch.no_grad()
+def path_effects(
     model: LensModel,
     probe: Probe,
-    receivers: Sequence[tuple[int, int]],
-    receiver_input: str = "q",
+    sets: Sequence[list[Cell]],
+    receiver_input: str,
     *,
     freeze_mlps: bool = False,
     second_pass: str = "total",
     direction: str = "noise",
     positions: str | None = None,
     readout: str = "span",
+    metric: Metric | None = None,
     min_span: float = 1e-6,
     batch_tokens: int | None = None,
     verbose: bool = False,
-) -> dict[tuple[int, int], HeadEffects]:
-    """``path_patch`` to each receiver on its own: receiver -> effects of all senders through it. Pass 1 is shared by all receivers."""
-    settings = {"freeze_mlps": freeze_mlps, "second_pass": second_pass, "direction": direction, "positions": positions}
-    sets = [[receiver] for receiver in receivers]
-    effects = _path_effects(
-        model, probe, sets, receiver_input, **settings, readout=readout, metric=None, min_span=min_span, batch_tokens=batch_tokens, verbose=verbose
-    )
-    return dict(zip(map(tuple, receivers), effects, strict=True))
-
-
-@torch.no_grad()
-def _path_effects(
-    model: LensModel,
-    probe: Probe,
-    sets: Sequence[list[Cell] | None],
-    receiver_input: str,
-    *,
-    freeze_mlps: bool,
-    second_pass: str,
-    direction: str,
-    positions: str | None,
-    readout: str,
-    metric: Metric | None,
-    min_span: float,
-    batch_tokens: int | None,
-    verbose: bool,
 ) -> list[HeadEffects]:
-    """One HeadEffects per set of receivers."""
+    """``path_patch`` to several sets of receivers: one HeadEffects per set. Pass 1 is shared by all sets."""
     check_word("receiver_input", receiver_input, RECEIVER_INPUTS)
     check_word("second_pass", second_pass, SECOND_PASSES)
     check_word("direction", direction, DIRECTIONS)
@@ -135,7 +121,7 @@ def _path_effects(
     return [replace(effects, per_pair=effects.per_pair[:, index].contiguous(), through=name) for index, name in enumerate(through)]
 
 
-def _check_receivers(anatomy: Anatomy, receivers: list[Cell] | None, receiver_input: str) -> None:
+def _check_receivers(anatomy: Anatomy, receivers: list[Cell], receiver_input: str) -> None:
     if receiver_input == "z->logits":
         if receivers:
             raise InputError("z->logits is the path to the logits and has no receivers; leave receivers out or choose q, k or v")
@@ -158,7 +144,7 @@ def _patch_pair(
     anatomy: Anatomy,
     pair: Pair,
     measure: Measure,
-    sets: Sequence[list[Cell] | None],
+    sets: Sequence[list[Cell]],
     receiver_input: str,
     freeze_mlps: bool,
     second_pass: str,
@@ -175,7 +161,7 @@ def _patch_pair(
     last = anatomy.n_layers if to_logits else max(layer for receivers in sets for layer, _ in receivers)
     # Without later attention only the read positions can reach the answer.
     wanted = slice(None) if second_pass == "total" else slice(int(read.min()), None)
-    layers = {layer for receivers in sets for layer, _ in receivers or ()}
+    layers = {layer for receivers in sets for layer, _ in receivers}
 
     def metrics_of(cells: list[Cell]) -> Float[Tensor, "cell set"]:
         rows = [(cells[0][0], NO_HEAD), *cells]
