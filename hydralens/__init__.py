@@ -15,6 +15,11 @@ _HOME = {  # public name -> the module that defines it
     "ModelInfo": "hydralens.models.info",
     "Probe": "hydralens.probes.base",
     "activation_patch": "hydralens.patching.activation",
+    "path_patch": "hydralens.patching.path",
+    "edge_maps": "hydralens.patching.path",
+    "trace_circuit": "hydralens.patching.circuit",
+    "attribution_patch": "hydralens.patching.attribution",
+    "attribution_error": "hydralens.patching.attribution",
     "ablate": "hydralens.patching.ablation",
     "HeadEffects": "hydralens.patching.effects",
     "HeadScores": "hydralens.scores",
@@ -24,7 +29,7 @@ _HOME = {  # public name -> the module that defines it
     "layer_similarity": "hydralens.similarity",
     "head_similarity": "hydralens.similarity",
 }
-_MODULES = ("figures", "patching", "probes")
+_MODULES = ("detectors", "figures", "patching", "probes", "statistics")
 
 __all__ = [*_HOME, *_MODULES]
 

@@ -108,7 +108,7 @@ def import_mask(
         read = {"qrhead": _qrhead, "head_mask": _head_mask, "prune_heads": _prune_heads}[format]
         return HeadMask.of(read(path, info), info, rule=f"import({format})")
 
-    scores = _duo(path, info) if format == "duo" else _retrieval_head(path, info)
+    scores = read_duo_gates(path, info) if format == "duo" else _retrieval_head(path, info)
     if threshold is not None and k is not None:
         raise InputError(f"{path}: threshold {threshold} and k={k} are two cuts; give one of them")
     if threshold is None and k is None:
@@ -158,7 +158,7 @@ def guess_format(path: str | Path) -> Format:
 # --- one reader a format -------------------------------------------------------------------------------------------
 
 
-def _duo(path: str | Path, info: ModelInfo) -> Float[Tensor, "layer kv_head"]:
+def read_duo_gates(path: str | Path, info: ModelInfo) -> Float[Tensor, "layer kv_head"]:
     """Gates, clipped to 0..1 as DuoAttention's loader does (training leaves some just outside)."""
     lines = read_text(path).splitlines()
     if len(lines) != info.n_layers:

@@ -10,7 +10,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from hydralens.errors import InputError
@@ -122,15 +121,6 @@ class HeadScores:
         roles = {role: {c: {label: choose(effect) for label, effect in m.items()} for c, m in getattr(self, role).items()} for role in ROLES}
         return replace(self, **roles, composite=combine(self.method, **roles))
 
-    def split_half(self, k: int) -> dict[str, float]:
-        """Agreement of the composites of the two halves of the pairs (even and odd): share of the top ``k`` in common, and Spearman.
-
-        Spearman over all heads is low when most scores are zero, however stable the top is; so both are given.
-        """
-        halves = [self.select(lambda effect, parity=parity: _half(effect, parity)).composite for parity in (0, 1)]
-        tops = [set(_best_first(half)[:k].tolist()) for half in halves]
-        return {"k": k, "top_k_overlap": len(tops[0] & tops[1]) / k, "spearman": float(spearmanr(*(half.flatten().numpy() for half in halves)).statistic)}
-
     def save(self, folder: str | Path) -> None:
         """Write ``head_scores.csv`` (for people and other tools), ``scores.json`` and ``effects.safetensors`` (for ``load``)."""
         folder = Path(folder)
@@ -235,9 +225,3 @@ def all_probes(effects: Effects) -> dict[str, HeadEffects]:
 def _best_first(scores: Float[Tensor, "layer head"]) -> Int[Tensor, "cell"]:
     """Cells ``layer * n_heads + head`` from the highest score down; ties by lower layer, then lower head."""
     return scores.flatten().argsort(descending=True, stable=True)
-
-
-def _half(effect: HeadEffects, parity: int) -> HeadEffects:
-    """Every second of the pairs that count; the only one, where there is one."""
-    counted = effect.kept.nonzero()[:, 0]
-    return effect.select(counted[parity::2] if len(counted) > 1 else counted)

@@ -1,44 +1,51 @@
 """From probes to scores: every head is measured on every probe the model solves.
 
-``paper`` is HydraHead's composite (Eq. 11-12): heads whose output carries the answer. ``restriction`` scores a head by what the mask
-would do to it: what limiting it to sinks and a recent window costs the answer.
+``restriction``, the default, scores a head by what the mask would do to it: what limiting it to sinks and a recent window costs the
+answer. ``paper`` is HydraHead's composite (Eq. 11-12): heads whose output carries the answer, directly or through those that do. The
+other methods are the detectors of ``hydralens.detectors``.
 """
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
+from hydralens.detectors import PER_PROBE, WHOLE
 from hydralens.errors import InputError, ProbeNotSolvedError, check_word
 from hydralens.files import write_atomically
 from hydralens.models.lens import LensModel
 from hydralens.patching.activation import activation_patch
 from hydralens.patching.effects import HeadEffects
 from hydralens.patching.metric import DECAY
+from hydralens.patching.path import path_patch
 from hydralens.patching.restriction import SINKS, WINDOW, restriction_effects
 from hydralens.probes.base import Probe
-from hydralens.scores import HeadScores, mean_score, paper_score
+from hydralens.scores import THRESHOLD, HeadScores, all_probes, combine, paper_score
 
-FLOOR = 0.5  # logits by which clean must exceed corrupt before a pair's effects mean anything
+FLOOR = 0.5  # logits (nats for restriction) by which clean must exceed corrupt before a pair's effects mean anything
 MIN_SOLVED = 0.5  # share of a probe's pairs that must pass
-RESTRICTION_PAIRS = 3  # pairs per probe whose clean prompt is scored by restriction: each costs about twelve forwards
-METHODS = ("paper", "restriction")
+PAIRS_AT_MOST = 3  # pairs per probe that go into senders and into what a method measures itself: a restriction score costs about twelve forwards a pair
+METHODS = ("restriction", "paper", *PER_PROBE, *WHOLE)
 
 
 def score_heads(
     model: LensModel,
     probes: Sequence[Probe],
     *,
-    method: str = "paper",
+    method: str = "restriction",
+    senders: bool | None = None,
     required: Collection[str] | None = None,
     floor: float = FLOOR,
+    pairs_at_most: int = PAIRS_AT_MOST,
     shards: str | Path | None = None,
     verbose: bool = False,
 ) -> HeadScores:
@@ -49,55 +56,110 @@ def score_heads(
     probes left out are listed in ``solved``.
 
     Args:
-        method: what the composite is: ``paper`` (Eq. 11-12 from the direct effects) or ``restriction`` (the clean prompts of the
-            first pairs of one corruption of each used probe, where restricting all heads costs the answer at least ``floor`` nats).
+        method: what the composite is: ``restriction`` (see ``restriction_effects``, to sinks and 64 positions, or a quarter of the
+            longest prompt if that is less, where that costs the answer at least 0.5 nats), ``paper`` (Eq. 11-12) or a detector. Methods other than ``paper`` see clean prompts only, so one corruption of
+            each used probe is enough for them.
+        senders: also measure effects through the receivers (Eq. 11, ``path_patch``): the q, at the answer positions, of all heads whose direct
+            effect reaches 0.01 on average over a capability's probes; one step back. Default: for ``paper`` only.
         required: capabilities of which at least one probe must be used; default: all that are asked.
+        pairs_at_most: pairs of each probe, the first ones, on which senders and what a method measures itself are measured.
         shards: a folder for the effects of each finished probe, so that a killed run goes on where it stopped.
 
     Raises:
+        InputError: an unknown method, no probes, or two with one label.
         ProbeNotSolvedError: no probe of a required capability is used, or restriction costs no probe enough; nothing is scored.
     """
     check_word("method", method, METHODS)
     if not probes:
         raise InputError("no probes to score with; make some with hydralens.probes.retrieval(model)")
-    labels = [f"{probe.name}/{probe.corruption}" for probe in probes]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise InputError(f"{labels.count(label)} probes are called {label}; give each probe its own name")
+    by_label = {f"{probe.name}/{probe.corruption}": probe for probe in probes}
+    if len(by_label) < len(probes):
+        label, n = Counter(f"{probe.name}/{probe.corruption}" for probe in probes).most_common(1)[0]
+        raise InputError(f"{n} probes are called {label}; give each probe its own name")
+    shards = None if shards is None else Path(shards)
     receivers: dict[str, dict[str, HeadEffects]] = {}
     used, solved = [], []
-    for label, probe in zip(tqdm(labels, desc="scoring heads", disable=not verbose), probes, strict=True):
-        effect = _measure(model, probe, "direct", floor, shards)
-        passing = int(effect.kept.sum())
-        enough = passing >= max(1, MIN_SOLVED * probe.n_pairs)
-        solved.append(
-            {"probe": probe.name, "corruption": probe.corruption, "capability": probe.capability, "n_pairs": probe.n_pairs, "n_solved": passing, "used": enough}
-        )
+    for label, probe in tqdm(by_label.items(), desc="scoring heads", disable=not verbose):
+        # Which pairs count is decided here, so activation_patch drops none.
+        effect = _sharded(model, probe, f"direct {floor}", shards, lambda probe: _counted(activation_patch(model, probe, min_span=0), floor))
+        enough = effect.n_pairs >= max(1, MIN_SOLVED * probe.n_pairs)
+        about = {"probe": probe.name, "corruption": probe.corruption, "capability": probe.capability}
+        solved.append(about | {"n_pairs": probe.n_pairs, "n_solved": effect.n_pairs, "used": enough})
         if enough:
             receivers.setdefault(probe.capability, {})[label] = effect
-            used.append(_describe(label, probe, passing))
+            used.append(_describe(label, probe, effect.n_pairs))
     for capability in dict.fromkeys(probe.capability for probe in probes) if required is None else required:
         if capability not in receivers:
             raise ProbeNotSolvedError(_unsolved(capability, solved))
+    sending = _senders(model, by_label, receivers, floor, pairs_at_most, shards, verbose) if senders or (senders is None and method == "paper") else {}
+    scores = HeadScores(
+        model=model.info, receivers=receivers, senders=sending, composite=paper_score(receivers, sending), probes=used, solved=solved, method="paper"
+    )
     if method == "paper":
-        return HeadScores(model=model.info, receivers=receivers, composite=paper_score(receivers, {}), probes=used, solved=solved)
+        return scores
+    clean = [probe.select(list(range(min(probe.n_pairs, pairs_at_most)))) for probe in _one_per_name([by_label[label] for label in all_probes(receivers)])]
+    if method in WHOLE:
+        whole = WHOLE[method](model, clean)
+        return replace(scores, measured=whole.measured, composite=whole.composite, probes=whole.probes, method=method)
+    measured, used = _measured(model, clean, method, shards, verbose)
+    return replace(scores, measured=measured, composite=combine(method, receivers, sending, measured), probes=used, method=method)
 
-    restriction: dict[str, dict[str, HeadEffects]] = {}
+
+def _senders(
+    model: LensModel,
+    by_label: Mapping[str, Probe],
+    receivers: Mapping[str, Mapping[str, HeadEffects]],
+    floor: float,
+    pairs_at_most: int,
+    shards: Path | None,
+    verbose: bool,
+) -> dict[str, dict[str, HeadEffects]]:
+    """Capability -> label -> effects through the q of the capability's receivers; no entry where no head reaches the threshold behind layer 0."""
+    senders: dict[str, dict[str, HeadEffects]] = {}
+    for capability, effects in receivers.items():
+        strength = torch.stack([effect.values for effect in effects.values()]).mean(0)
+        through = [(int(layer), int(head)) for layer, head in (strength >= THRESHOLD).nonzero() if layer > 0]
+        for label in tqdm(effects if through else (), desc=f"senders, {capability}", disable=not verbose):
+            probe = by_label[label].select(effects[label].kept.nonzero()[:pairs_at_most, 0])
+
+            def patch(probe: Probe, through: list[tuple[int, int]] = through) -> HeadEffects:
+                return _counted(path_patch(model, probe, through, "q", min_span=0), floor)
+
+            senders.setdefault(capability, {})[label] = _sharded(model, probe, f"sender {floor} {through}", shards, patch)
+    return senders
+
+
+def _measured(
+    model: LensModel, probes: Sequence[Probe], method: str, shards: Path | None, verbose: bool
+) -> tuple[dict[str, dict[str, HeadEffects]], list[dict]]:
+    """What a method itself measures, probe by probe, and the probes it could be measured on."""
+    measured: dict[str, dict[str, HeadEffects]] = {}
     used = []
-    chosen = _one_per_name([probe for label, probe in zip(labels, probes, strict=True) if label in receivers.get(probe.capability, {})])
-    for probe in tqdm(chosen, desc="restricting heads", disable=not verbose):
-        effect = _measure(model, probe.select(list(range(min(probe.n_pairs, RESTRICTION_PAIRS)))), "restriction", floor, shards)
-        if int(effect.kept.sum()) >= max(1, MIN_SOLVED * len(effect.kept)):
-            label = f"{probe.name}/{probe.corruption}"
-            restriction.setdefault(probe.capability, {})[label] = effect
-            used.append(_describe(label, probe, effect.n_pairs) | {"direction": "restriction", "metric": f"log-probability, window {WINDOW}, sinks {SINKS}"})
-    if not restriction:
+    window = max(1, min(WINDOW, max(probe.n_tokens for probe in probes) // 4))
+    for probe in tqdm(probes, desc=method, disable=not verbose):
+        label = f"{probe.name}/{probe.corruption}"
+        if method == "restriction":
+            effect = _sharded(model, probe, f"restriction {window}", shards, lambda probe: _counted(restriction_effects(model, probe, window=window), FLOOR))
+            about = {"direction": "restriction", "metric": f"log-probability, {effect.positions}"}
+        else:
+            effect = _sharded(model, probe, method, shards, lambda probe: PER_PROBE[method](model, probe))
+            about = {"direction": effect.direction, "metric": method}
+        if effect.n_pairs >= max(1, MIN_SOLVED * len(effect.kept)):
+            measured.setdefault(probe.capability, {})[label] = effect
+            used.append(_describe(label, probe, effect.n_pairs) | about)
+    if not measured:
         raise ProbeNotSolvedError(
-            f"restricting every head to {SINKS} sinks and {WINDOW} positions costs the answer less than {floor} in every probe; "
+            f"restricting every head to {SINKS} sinks and {WINDOW} positions costs the answer less than {FLOOR} nats in every probe; "
             "use longer prompts (n_tokens) or method 'paper'"
+            if method == "restriction"
+            else f"{method} could not be measured on any probe: too few pairs are answered; use more pairs or shorter prompts (n_tokens)"
         )
-    composite = mean_score(restriction, drop_negative=True)
-    return HeadScores(model=model.info, receivers=receivers, measured=restriction, composite=composite, probes=used, solved=solved, method="restriction")
+    return measured, used
+
+
+def _counted(effect: HeadEffects, floor: float) -> HeadEffects:
+    """Only pairs count that the model answers, and whose metric the corruption (or the restriction) lowers by the floor."""
+    return replace(effect, kept=effect.answered & (effect.clean_metric - effect.corrupt_metric >= floor))
 
 
 def _unsolved(capability: str, solved: list[dict]) -> str:
@@ -119,24 +181,23 @@ def _one_per_name(probes: Sequence[Probe]) -> list[Probe]:
     return [best[name] for name in dict.fromkeys(probe.name for probe in probes)]
 
 
-def _measure(model: LensModel, probe: Probe, kind: str, floor: float, shards: str | Path | None) -> HeadEffects:
-    """Effects of one kind; ``kept`` marks the pairs that count. Read from the shard of the same model, tokens and settings where there is one."""
-    path = None if shards is None else Path(shards) / f"{_key(model, probe, kind, floor)}.safetensors"
-    if path is not None and path.exists():
+def _sharded(model: LensModel, probe: Probe, settings: str, shards: Path | None, measure: Callable[[Probe], HeadEffects]) -> HeadEffects:
+    """``measure(probe)``, read from the shard of the same model, tokens and settings where there is one."""
+    if shards is None:
+        return measure(probe)
+    path = shards / f"{_key(model, probe, settings)}.safetensors"
+    if path.exists():
         with suppress(SafetensorError), safe_open(path, "pt") as file:  # a damaged shard is measured again
             return HeadEffects(**json.loads(file.metadata()["fields"]), **{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    # Which pairs count is decided here, so none is dropped before.
-    effect = activation_patch(model, probe, min_span=0) if kind == "direct" else restriction_effects(model, probe)
-    effect = replace(effect, kept=effect.answered & (effect.clean_metric - effect.corrupt_metric >= floor))
-    if path is not None:
-        tensors, fields = effect.split()
-        write_atomically(path, lambda temporary: save_file(tensors, temporary, {"fields": json.dumps(fields)}))
+    effect = measure(probe)
+    tensors, fields = effect.split()
+    write_atomically(path, lambda temporary: save_file(tensors, temporary, {"fields": json.dumps(fields)}))
     return effect
 
 
-def _key(model: LensModel, probe: Probe, kind: str, floor: float) -> str:
-    digest = hashlib.sha256(f"{version('hydralens')} {model.info.fingerprint} {model.dtype} {probe.name} {probe.corruption} {kind} {floor}".encode())
-    for tensor in (probe.clean, probe.corrupt, probe.attention_mask, probe.answer, probe.foil, probe.read_positions):
+def _key(model: LensModel, probe: Probe, settings: str) -> str:
+    digest = hashlib.sha256(f"{version('hydralens')} {model.info.fingerprint} {model.dtype} {probe.name} {probe.corruption} {settings}".encode())
+    for tensor in (probe.clean, probe.corrupt, probe.attention_mask, probe.answer, probe.foil, probe.read_positions, probe.needle_span):
         digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]
 

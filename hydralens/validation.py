@@ -9,17 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from scipy.stats import binomtest
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from hydralens.errors import InputError
-from hydralens.models.forward import Attention, trace
+from hydralens.models.forward import trace
 from hydralens.models.lens import LensModel
 from hydralens.patching.ablation import ablate, mean_z
+from hydralens.patching.batching import in_batches
 from hydralens.patching.pairs import Pair, unpad
 from hydralens.patching.restriction import SINKS, WINDOW, restricted_attention
+from hydralens.patching.sweep import default_batch_tokens
 from hydralens.probes.base import Probe
 from hydralens.probes.solving import lead
 
@@ -80,15 +82,30 @@ def mask_preview(
     Raises:
         InputError: every prompt of a probe is left out.
     """
-    rows, far = [], {probe.name: far_prompts(model, probe, window) for probe in probes}
     draws = [(name, draw, mask) for name, group in masks.items() for draw, mask in enumerate(group)]
-    for name, draw, mask in tqdm(draws, desc="mask preview", disable=not verbose):
-        attention: Attention | None = None if mask.all() else restricted_attention(model.anatomy, mask, window, sinks)
-        for task, pairs in far.items():
-            runs = [trace(model.anatomy, pair.clean[None], pair.read[:1], attention=attention) for pair in pairs]
-            margins = [_margin(model, run.final[0, 0], pair) for run, pair in zip(runs, pairs, strict=True)]
-            rows.append({"mask": name, "draw": draw, "task": task} | _summary(np.array(margins)))
-    return pd.DataFrame(rows)
+    rows = []
+    for probe in tqdm(probes, desc="mask preview", disable=not verbose):
+        margins = mask_margins(model, torch.stack([mask for *_, mask in draws]), far_prompts(model, probe, window), window, sinks)
+        rows += [{"mask": name, "draw": draw, "task": probe.name} | _summary(own.numpy()) for (name, draw, _), own in zip(draws, margins, strict=True)]
+    order = {name: index for index, name in enumerate(masks)}
+    return pd.DataFrame(sorted(rows, key=lambda row: (order[row["mask"]], row["draw"])))
+
+
+@torch.no_grad()
+def mask_margins(
+    model: LensModel, masks: Bool[Tensor, "mask layer head"], pairs: Sequence[Pair], window: int = WINDOW, sinks: int = SINKS
+) -> Float[Tensor, "mask prompt"]:
+    """Lead of the first answer token over the best other, in logits, with the heads outside each mask restricted; masks are rows of one batch."""
+    margins = []
+    for pair in pairs:
+
+        def lead_of(rows: Sequence[int], pair: Pair = pair) -> Float[Tensor, "mask"]:
+            attention = restricted_attention(model.anatomy, masks[rows], window, sinks)
+            run = trace(model.anatomy, pair.clean.expand(len(rows), -1), pair.read[:1], attention=attention)
+            return torch.stack([lead(logits, pair.answer[0]) for logits in model.anatomy.logits(run.final[:, 0])]).float().cpu()
+
+        margins.append(in_batches(lead_of, range(len(masks)), max(1, default_batch_tokens(model) // len(pair.clean))))
+    return torch.stack(margins, 1)
 
 
 def far_prompts(model: LensModel, probe: Probe, window: int = WINDOW) -> list[Pair]:

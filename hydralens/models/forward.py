@@ -60,30 +60,27 @@ def attend(
         own_q, own_k, own_v = (x[row : row + rows] for x in (q, k, v))
         for start in range(0, n_new, queries):
             stop = min(start + queries, n_new)
-            prefix_keys, new_keys, visible = _visible(n_prefix, start, stop, window, sinks, q.device)
-            old_k, old_v = (None, None) if prefix is None else (_take(x, prefix_keys) for x in prefix)
-            out[row : row + rows, start:stop] = block(
-                own_q[:, :, start:stop], _take(own_k, new_keys), _take(own_v, new_keys), old_k, old_v, visible, scale, softcap
-            )
+            # Keys from ``first`` on, and before them the sinks; some of them in the prefix.
+            first = 0 if window is None else max(0, n_prefix + start - window + 1)
+            apart = min(sinks, first)
+            visible = _visible(n_prefix + start, n_prefix + stop, first, apart, window, sinks, q.device)
+            new_k, new_v = (_take(x, max(0, apart - n_prefix), max(0, first - n_prefix), stop) for x in (own_k, own_v))
+            old_k, old_v = (None, None) if prefix is None else (_take(x, min(apart, n_prefix), min(first, n_prefix), n_prefix) for x in prefix)
+            out[row : row + rows, start:stop] = block(own_q[:, :, start:stop], new_k, new_v, old_k, old_v, visible, scale, softcap)
     return out
 
 
-def _visible(
-    n_prefix: int, start: int, stop: int, window: int | None, sinks: int, device: torch.device
-) -> tuple[Int[Tensor, "old"], Int[Tensor, "new"], Bool[Tensor, "query key"]]:
-    """Which keys a block of queries needs, as indices into prefix and new positions, and which of them each query sees."""
-    queries = torch.arange(n_prefix + start, n_prefix + stop, device=device)
-    first = 0 if window is None else max(0, n_prefix + start - window + 1)
-    keys = torch.cat((torch.arange(min(sinks, first), device=device), torch.arange(first, n_prefix + stop, device=device)))
-    visible = keys <= queries[:, None]
-    if window is not None:
-        visible &= (keys > queries[:, None] - window) | (keys < sinks)
-    return keys[keys < n_prefix], keys[keys >= n_prefix] - n_prefix, visible
+def _visible(start: int, stop: int, first: int, apart: int, window: int | None, sinks: int, device: torch.device) -> Bool[Tensor, "query key"]:
+    """Which of the keys ``0..apart`` and ``first..stop`` each of the queries ``start..stop`` sees."""
+    queries = torch.arange(start, stop, device=device)[:, None]
+    keys = torch.cat((torch.arange(apart, device=device), torch.arange(first, stop, device=device)))
+    visible = keys <= queries
+    return visible if window is None else visible & ((keys > queries - window) | (keys < sinks))
 
 
-def _take(x: Float[Tensor, "row kv_head pos d_head"], keys: Int[Tensor, "key"]) -> Float[Tensor, "row kv_head key d_head"]:
-    """The given positions; a view where they are all from the start."""
-    return x[:, :, : len(keys)] if len(keys) == 0 or int(keys[-1]) == len(keys) - 1 else x[:, :, keys]
+def _take(x: Float[Tensor, "row kv_head pos d_head"], apart: int, first: int, stop: int) -> Float[Tensor, "row kv_head key d_head"]:
+    """Positions ``0..apart`` and ``first..stop``; a view where they are in one piece."""
+    return x[:, :, first:stop] if apart == 0 else torch.cat((x[:, :, :apart], x[:, :, first:stop]), 2)
 
 
 def _attend_causal(q, k, v, prefix, scale) -> Tensor:

@@ -4,7 +4,7 @@ import hashlib
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,9 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hydralens.errors import InputError, UnsupportedModelError
+from hydralens.models import adapters
 from hydralens.models.anatomy import Anatomy, read_anatomy
 from hydralens.models.forward import Attention, trace
 from hydralens.models.info import ModelInfo
+
+if TYPE_CHECKING:
+    from nnsight.intervention.envoy import Envoy
+    from transformer_lens import TransformerBridge
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +75,22 @@ class LensModel:
             logits = self.anatomy.logits(run.final[0]).float().cpu()
             rows.append(torch.full((len(read), logits.shape[-1]), torch.nan).masked_scatter_(wanted[:, None], logits))
         return torch.stack(rows)
+
+    def to_transformer_lens(self) -> "TransformerBridge":
+        """A TransformerLens ``TransformerBridge`` on the same weights (not copied), raw, with eager attention; this model stays as it is.
+
+        Raises:
+            InputError: TransformerLens is not installed.
+        """
+        return adapters.to_transformer_lens(self)
+
+    def to_nnsight(self) -> "Envoy":
+        """An nnsight ``TransformersModel`` on the same weights (not copied), or a plain ``NNsight`` without tokenizer; this model stays as it is.
+
+        Raises:
+            InputError: nnsight is not installed.
+        """
+        return adapters.to_nnsight(self)
 
     def warn_of_bypassed_hooks(self) -> None:
         """Warn of forward hooks on modules whose forward the engine replaces: their effect would silently be missing."""

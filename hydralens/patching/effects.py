@@ -24,6 +24,7 @@ class HeadEffects:
         through: for path patching, the receivers' inputs that the effect goes through.
         n_heads: query heads per layer (the head axis has ``n_heads`` or, for k and v, ``n_kv_heads`` columns).
         n_kv_heads: KV heads per layer.
+        estimate: float32 ``[pair, layer, head]``, the attribution by which the heads to measure were chosen; None where all were measured.
     """
 
     per_pair: Float[Tensor, "pair layer head"]
@@ -42,6 +43,7 @@ class HeadEffects:
     corruption: str = ""
     readout: str = "span"
     through: str = ""
+    estimate: Float[Tensor, "pair layer head"] | None = None
 
     @property
     def values(self) -> Float[Tensor, "layer head"]:
@@ -73,13 +75,13 @@ class HeadEffects:
         """Long form, one row per head.
 
         Columns: probe, capability, corruption, layer, head, kv_head, component, mode, direction, positions, value, ci_low, ci_high,
-        n_pairs. For k and v ``head`` is the KV head itself.
+        n_pairs; and estimate, the mean over the kept pairs, where there is one. For k and v ``head`` is the KV head itself.
         """
         low, high = self.interval()
         n_layers, n_columns = self.values.shape
         layers, heads = np.divmod(np.arange(n_layers * n_columns), n_columns)
         group = 1 if self.component in ("k", "v") else self.n_heads // self.n_kv_heads
-        return pd.DataFrame(
+        frame = pd.DataFrame(
             {
                 "probe": self.probe,
                 "capability": self.capability,
@@ -97,13 +99,15 @@ class HeadEffects:
                 "n_pairs": self.n_pairs,
             }
         )
+        return frame if self.estimate is None else frame.assign(estimate=self.estimate[self.kept].mean(0).flatten().numpy())
 
     def select(self, pairs: Tensor) -> "HeadEffects":
         """The same effects with only the given pairs (indices or a boolean mask)."""
         rows = ("per_pair", "clean_metric", "corrupt_metric", "kept", "answered")
-        return replace(self, **{row: getattr(self, row)[pairs] for row in rows})
+        estimate = None if self.estimate is None else self.estimate[pairs]
+        return replace(self, **{row: getattr(self, row)[pairs] for row in rows}, estimate=estimate)
 
-    def split(self) -> tuple[dict[str, Tensor], dict[str, str | int]]:
+    def split(self) -> tuple[dict[str, Tensor], dict[str, str | int | None]]:
         """Tensors and plain fields apart, as files hold them; ``HeadEffects(**tensors, **fields)`` joins them again."""
         tensors = {name: value.contiguous() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return tensors, {name: value for name, value in vars(self).items() if name not in tensors}

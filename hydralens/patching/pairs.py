@@ -1,8 +1,9 @@
 """One pair of prompts as an intervention takes it: unpadded, with the words for what is patched and where."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -73,3 +74,17 @@ def check_heads(heads: Sequence[tuple[int, int]], n_layers: int, n_heads: int) -
     for layer, head in heads:
         if not (0 <= layer < n_layers and 0 <= head < n_heads):
             raise InputError(f"L{layer}H{head} does not exist: the model has layers 0..{n_layers - 1} and heads 0..{n_heads - 1}")
+
+
+def chosen_heads(heads: Collection[tuple[int, int]] | None, n_layers: int, n_heads: int) -> list[tuple[int, int]]:
+    """The given heads, each once and by layer; all there are where none are given.
+
+    Raises:
+        InputError: no head, or one that does not exist.
+    """
+    if heads is None:
+        return list(np.ndindex(n_layers, n_heads))
+    if not heads:
+        raise InputError("heads is empty; give at least one (layer, head)")
+    check_heads(list(heads), n_layers, n_heads)
+    return sorted(set(heads))

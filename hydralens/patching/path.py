@@ -4,11 +4,10 @@ Pass 1 of a sender is position-wise, since all attention but its own output is f
 sender can reach. All senders are rows of one batch in both passes, so that no full forward is spent on any of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,9 +16,10 @@ from hydralens.errors import InputError, check_word
 from hydralens.models.anatomy import Anatomy
 from hydralens.models.forward import attend_as
 from hydralens.models.lens import LensModel
+from hydralens.patching.backends import BACKENDS, RECEIVER_SITES, paths_through
 from hydralens.patching.batching import in_batches
 from hydralens.patching.effects import HeadEffects
-from hydralens.patching.pairs import DIRECTIONS, POSITIONS, Pair, check_heads
+from hydralens.patching.pairs import DIRECTIONS, POSITIONS, Pair, check_heads, chosen_heads
 from hydralens.patching.runs import NO_HEAD, Cell, PairRuns, patched_runs, replaced_z, run_pair
 from hydralens.patching.sweep import Measure, Metric, Patched, default_batch_tokens, sweep
 from hydralens.probes.base import Probe
@@ -34,10 +34,12 @@ def path_patch(
     receivers: Sequence[tuple[int, int]] | None = None,
     receiver_input: str = "q",
     *,
+    senders: Collection[tuple[int, int]] | None = None,
     freeze_mlps: bool = False,
     second_pass: str = "total",
     direction: str = "noise",
     positions: str | None = None,
+    backend: str = "hooks",
     readout: str = "span",
     metric: Metric | None = None,
     min_span: float = 1e-6,
@@ -54,21 +56,24 @@ def path_patch(
         receivers: ``(layer, head)``; KV heads where ``receiver_input`` is ``k`` or ``v`` (see ``LensModel.kv_heads``); none for ``z->logits``.
         receiver_input: ``q``; ``k`` or ``v`` (of a KV head: all its query heads see the change); ``k_ungrouped`` or ``v_ungrouped``: of one
             query head only, as if it had a KV head to itself; ``z->logits``: no receiver, the path from the sender to the final norm.
+        senders: only these ``(layer, head)`` are patched, the others are NaN; default: all.
         freeze_mlps: MLPs between sender and receiver write what they wrote in the base run: the residual edge alone.
         second_pass: ``total``: heads after the receivers are recomputed (IOI); ``direct``: they are frozen too.
         positions: where the sender is patched and the receivers' inputs are replaced: ``answer``, ``needle``, ``suffix`` or ``all``.
             Default: ``answer`` for ``q`` and ``z->logits``, ``all`` for keys and values.
+        backend: ``hooks``, this project's engine; or ``transformer_lens`` or ``nnsight``: the same through that library's own hooks, two full forwards
+            a sender, to check against; not for ``k_ungrouped`` and ``v_ungrouped``, which are no sites of theirs.
         readout, metric, min_span, batch_tokens, verbose: as in ``activation_patch``.
 
     Returns:
         HeadEffects whose ``per_pair [pair, layer, head]`` is that of the senders: NaN for heads with no receiver in a later layer.
 
     Raises:
-        InputError: an argument is not one of the words above, a receiver is missing or does not exist, no sender lies before a receiver,
-            or no pair is kept.
+        InputError: an argument is not one of the words above, a receiver is missing, a head does not exist, no sender lies before a receiver,
+            no pair is kept, or the backend's library is not installed.
     """
     sets = [list(receivers or [])]
-    settings = {"freeze_mlps": freeze_mlps, "second_pass": second_pass, "direction": direction, "positions": positions}
+    settings = {"senders": senders, "freeze_mlps": freeze_mlps, "second_pass": second_pass, "direction": direction, "positions": positions, "backend": backend}
     measured = {"readout": readout, "metric": metric, "min_span": min_span, "batch_tokens": batch_tokens, "verbose": verbose}
     return path_effects(model, probe, sets, receiver_input, **settings, **measured)[0]
 
@@ -90,10 +95,12 @@ def path_effects(
     sets: Sequence[list[Cell]],
     receiver_input: str,
     *,
+    senders: Collection[Cell] | None = None,
     freeze_mlps: bool = False,
     second_pass: str = "total",
     direction: str = "noise",
     positions: str | None = None,
+    backend: str = "hooks",
     readout: str = "span",
     metric: Metric | None = None,
     min_span: float = 1e-6,
@@ -101,7 +108,11 @@ def path_effects(
     verbose: bool = False,
 ) -> list[HeadEffects]:
     """``path_patch`` to several sets of receivers: one HeadEffects per set. Pass 1 is shared by all sets."""
-    check_word("receiver_input", receiver_input, RECEIVER_INPUTS)
+    check_word("backend", backend, BACKENDS)
+    if backend == "hooks":
+        check_word("receiver_input", receiver_input, RECEIVER_INPUTS)
+    else:
+        check_word(f"with backend {backend} receiver_input", receiver_input, RECEIVER_SITES)
     check_word("second_pass", second_pass, SECOND_PASSES)
     check_word("direction", direction, DIRECTIONS)
     positions = positions or ("all" if receiver_input[0] in "kv" else "answer")
@@ -109,11 +120,17 @@ def path_effects(
     anatomy = model.anatomy
     for receivers in sets:
         _check_receivers(anatomy, receivers, receiver_input)
+    last = max((layer for receivers in sets for layer, _ in receivers), default=anatomy.n_layers)
+    cells = [cell for cell in chosen_heads(senders, anatomy.n_layers, anatomy.n_heads) if cell[0] < last]
+    if not cells:
+        raise InputError(f"no sender lies before layer {last}, that of the last receiver; give receivers in later layers or other senders")
     batch_tokens = batch_tokens or default_batch_tokens(model)
 
     def patch(pair: Pair, measure: Measure) -> Patched:
-        return _patch_pair(anatomy, pair, measure, sets, receiver_input, freeze_mlps, second_pass, direction, positions, batch_tokens)
+        return _patch_pair(anatomy, pair, measure, cells, sets, receiver_input, freeze_mlps, second_pass, direction, positions, batch_tokens)
 
+    if backend != "hooks":
+        patch = paths_through(backend, model, cells, sets, receiver_input, freeze_mlps, second_pass, direction, positions, readout, metric)
     about = {"component": "z", "mode": f"path, {second_pass}" if sets[0] else "path", "direction": direction, "positions": positions}
     shape = (len(sets), anatomy.n_layers, anatomy.n_heads)
     effects = sweep(model, probe, patch, shape, readout=readout, metric=metric, min_span=min_span, verbose=verbose, **about)
@@ -144,6 +161,7 @@ def _patch_pair(
     anatomy: Anatomy,
     pair: Pair,
     measure: Measure,
+    senders: list[Cell],
     sets: Sequence[list[Cell]],
     receiver_input: str,
     freeze_mlps: bool,
@@ -158,7 +176,7 @@ def _patch_pair(
     clean, corrupt = measure(both.runs.final[:, read])
     base, source = (0, 1) if direction == "noise" else (1, 0)
     alternatives = replaced_z(both.runs, both.patched[both.start :], base, source)
-    last = anatomy.n_layers if to_logits else max(layer for receivers in sets for layer, _ in receivers)
+    last = max((layer for receivers in sets for layer, _ in receivers), default=anatomy.n_layers)
     # Without later attention only the read positions can reach the answer.
     wanted = slice(None) if second_pass == "total" else slice(int(read.min()), None)
     layers = {layer for receivers in sets for layer, _ in receivers}
@@ -183,12 +201,11 @@ def _patch_pair(
                 metrics[: len(values), index] = values
         return (clean, corrupt)[base] + metrics[1:] - metrics[0]
 
-    senders = list(np.ndindex(last, anatomy.n_heads))
     values = in_batches(metrics_of, senders, max(1, batch_tokens // len(both.runs.columns)))
-    effects = torch.full((len(sets), anatomy.n_layers * anatomy.n_heads), torch.nan, dtype=values.dtype, device=values.device)
-    effects[:, : len(senders)] = values.T
-    choice = anatomy.logits(both.runs.final[0, read[0]]).argmax()
-    return Patched(clean, corrupt, effects.reshape(len(sets), anatomy.n_layers, anatomy.n_heads), choice)
+    effects = torch.full((len(sets), anatomy.n_layers, anatomy.n_heads), torch.nan, dtype=values.dtype, device=values.device)
+    layer, head = torch.tensor(senders, device=values.device).T
+    effects[:, layer, head] = values.T
+    return Patched(clean, corrupt, effects, anatomy.logits(both.runs.final[0, read[0]]).argmax())
 
 
 def _second_pass(
@@ -203,7 +220,7 @@ def _second_pass(
     wanted: slice,
 ) -> Float[Tensor, "sender column d_model"]:
     """Final residual stream of the senders that reach a receiver, which are the first of ``cells``; a run starts at the first receiver it reaches."""
-    runs = both.runs
+    runs, patched = both.runs, both.patched[both.start :, None]
     by_layer: dict[int, list[int]] = {}
     for layer, head in receivers:
         if layer > cells[0][0]:
@@ -227,7 +244,8 @@ def _second_pass(
         if heads:
             site, changed, readers = _reading(anatomy, heads, receiver_input)
             replaced = [x.clone() if at == site else x for at, x in enumerate(own)]
-            replaced[site][:, changed] = inputs[index][: len(rows), changed]
+            # Elsewhere a receiver in a later layer feels what the earlier ones changed.
+            replaced[site][:, changed] = torch.where(patched, inputs[index][: len(rows), changed], own[site][:, changed])
             z = torch.where(readers[:, None].to(z.device), attend_as(layer, *replaced, behind)[:, wanted], z)
         rows = layer.feed(rows + layer.write(z))
     return rows

@@ -19,15 +19,16 @@ WINDOW, SINKS = 64, 4  # a restricted head sees the last 64 positions, its own i
 STEPS = 5  # midpoints of the path from restricted to full
 
 
-def restricted_attention(anatomy: Anatomy, keep: Bool[Tensor, "layer head"], window: int = WINDOW, sinks: int = SINKS) -> Attention:
+def restricted_attention(anatomy: Anatomy, keep: Bool[Tensor, "... layer head"], window: int = WINDOW, sinks: int = SINKS) -> Attention:
     """For ``trace``: heads in ``keep`` attend as the model does, every other head only to ``sinks`` and the last ``window`` positions.
 
+    ``keep`` is one mask, or one per row of the batch.
     A layer with a sliding window of its own never sees more than that: there restriction is to the shorter window, without sinks.
     """
 
     def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        full, restricted = _both(anatomy.layers[index], q, k, v, window, sinks)
-        return torch.where(keep[index].to(q.device)[:, None], full, restricted)
+        full, restricted = both_attentions(anatomy.layers[index], q, k, v, window, sinks)
+        return torch.where(keep[..., index, :].to(q.device)[..., None, :, None], full, restricted)
 
     return attention
 
@@ -45,6 +46,7 @@ def restriction_effects(
     Only the clean prompts are run: ``steps`` forwards and backwards and two forwards a pair.
 
     Args:
+        window, sinks: a restricted head sees the last ``window`` positions, its own included, and the first ``sinks``.
         checkpoint_from: prompts of this many tokens or more recompute each layer in the backward pass, so that memory does not
             grow with the number of layers times positions.
 
@@ -65,10 +67,10 @@ def restriction_effects(
         gradient = torch.zeros(anatomy.n_layers, anatomy.n_heads, device=model.device)
         for step in range(steps):
             gates = torch.full_like(gradient, (step + 0.5) / steps, requires_grad=True)
-            metric = measure(_gated_run(anatomy, tokens, gates, window, sinks, len(tokens[0]) >= checkpoint_from)[:, read:])
+            metric = measure(gated_run(anatomy, tokens, gates, window, sinks, len(tokens[0]) >= checkpoint_from)[:, read:])
             gradient += torch.autograd.grad(metric, gates)[0] / steps
         with torch.no_grad():
-            whole, narrow = (_gated_run(anatomy, tokens, torch.full_like(gradient, a), window, sinks, False)[:, read:] for a in (1.0, 0.0))
+            whole, narrow = (gated_run(anatomy, tokens, torch.full_like(gradient, a), window, sinks, False)[:, read:] for a in (1.0, 0.0))
             ends[:, index] = torch.stack((measure(whole), measure(narrow))).float().cpu()
             answered[index] = bool(anatomy.logits(whole[0, 0]).argmax() == pair.answer[0])
         per_pair[index] = gradient.float().cpu() / (ends[0, index] - ends[1, index])
@@ -77,7 +79,7 @@ def restriction_effects(
         component="gate",
         mode="restriction",
         direction="integrated",
-        positions="all",
+        positions=f"window {window}, sinks {sinks}",
         clean_metric=ends[0],
         corrupt_metric=ends[1],
         kept=ends[0] > ends[1],
@@ -98,7 +100,7 @@ def completeness_error(effects: HeadEffects) -> float:
     return float((explained - change).sum().abs() / change.sum().abs())
 
 
-def _gated_run(
+def gated_run(
     anatomy: Anatomy, tokens: Int[Tensor, "1 pos"], gates: Float[Tensor, "layer head"], window: int, sinks: int, save_memory: bool
 ) -> Float[Tensor, "1 pos d_model"]:
     """Final residual stream with every head between full (gate 1) and restricted (gate 0) attention."""
@@ -108,7 +110,7 @@ def _gated_run(
 
     def run_layer(layer: Layer, residual: Tensor, gate: Float[Tensor, "head"]) -> Tensor:
         q, k, v = layer.project(residual, ropes[layer.rope_kind])
-        full, restricted = _both(layer, q, k, v, window, sinks)
+        full, restricted = both_attentions(layer, q, k, v, window, sinks)
         return layer.feed(residual + layer.write(torch.lerp(restricted, full, gate[:, None].to(full.dtype))))
 
     for layer, gate in zip(anatomy.layers, gates, strict=True):
@@ -116,7 +118,7 @@ def _gated_run(
     return residual
 
 
-def _both(layer: Layer, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Tensor, Tensor]:
+def both_attentions(layer: Layer, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Tensor, Tensor]:
     """z of every head under the model's own attention and under the restricted one, which never sees more."""
     own = {"scale": layer.scale, "softcap": layer.softcap}
     full = attend_as(layer, q, k, v)

@@ -95,3 +95,19 @@ def fed(anatomy: Anatomy, runs: Trace, index: int, base: int) -> Float[Tensor, "
 def replaced_z(runs: Trace, patched: Bool[Tensor, "column"], base: int, source: int) -> list[Float[Tensor, "column head d_head"]]:
     """Per layer, z of the base run with the source run's at the patched columns."""
     return [torch.where(patched[:, None, None], z[source], z[base]) for z in runs.z]
+
+
+def alternative_z(anatomy: Anatomy, both: PairRuns, base: int, source: int, component: str) -> list[Float[Tensor, "column head d_head"]]:
+    """Per layer, z of every head as it would be if that head's component (its KV head's for k and v) were patched."""
+    runs, patched = both.runs, both.patched
+    if component == "z":
+        return replaced_z(runs, patched[both.start :], base, source)
+    alternatives = []
+    for index, layer in enumerate(anatomy.layers):
+        inputs = {"q": runs.q[index], "k": runs.k[index], "v": runs.v[index]}
+        where = patched[both.start :] if component == "q" else patched[both.shared :]
+        mixed = torch.where(where[:, None], inputs[component][source], inputs[component][base])
+        q, k, v = (mixed if name == component else x[base] for name, x in inputs.items())
+        new = slice(-len(runs.columns), None)
+        alternatives.append(attend_as(layer, q[None], k[None, :, new], v[None, :, new], both.behind(index, k, v))[0])
+    return alternatives

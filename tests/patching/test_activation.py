@@ -4,8 +4,10 @@ import torch
 from hydralens.errors import InputError
 from hydralens.models.lens import wrap_model
 from hydralens.patching.activation import MODES, activation_patch
+from hydralens.patching.attribution import METHODS, attribution_patch
 from hydralens.patching.pairs import COMPONENTS, DIRECTIONS, POSITIONS
 from hydralens.probes.base import Probe
+from hydralens.scores import HeadScores
 from tests.patching.examples import columns_of, random_probe
 from tests.patching.reference import slow_effects
 from tests.tiny import FAMILIES, tiny_hf
@@ -135,6 +137,65 @@ def test_answers_of_different_length_in_one_probe():
 def test_unknown_words_are_refused_by_name(argument):
     with pytest.raises(InputError, match=f"{argument} 'nonsense' is not one of"):
         activation_patch(wrap_model(tiny_hf("llama")), random_probe(), **{argument: "nonsense"})
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("component", ["z", "k"])
+def test_with_a_prefilter_the_first_heads_are_measured_exactly_and_no_other(component, method):
+    model, probe = wrap_model(tiny_hf("qwen3")), random_probe(n_pairs=3)
+    probe.corrupt[1] = probe.clean[1]  # a pair without a span is in neither
+    effects = activation_patch(model, probe, component, "total", "denoise", "suffix", prefilter=method, verify=5)
+    estimate = attribution_patch(model, probe, component, method, "denoise", "suffix")
+    assert torch.equal(effects.estimate.isnan(), estimate.per_pair.isnan()) and torch.equal(effects.estimate.nan_to_num(), estimate.per_pair.nan_to_num())
+    everything = activation_patch(model, probe, component, "total", "denoise", "suffix")
+    measured = ~effects.values.isnan()
+    assert measured.sum() == 5 and effects.kept.tolist() == [True, False, True]
+    torch.testing.assert_close(effects.values[measured], everything.values[measured], atol=1e-5, rtol=1e-5)
+    assert estimate.values[measured].abs().min() >= estimate.values[~measured].abs().max()
+    assert effects.split()[1] | {"estimate": None} == everything.split()[1]
+
+
+def test_measuring_every_head_that_a_prefilter_ranks_is_the_whole_sweep():
+    model, probe = wrap_model(tiny_hf("llama")), random_probe()
+    everything = activation_patch(model, probe, "z", "total")
+    torch.testing.assert_close(activation_patch(model, probe, "z", "total", prefilter="atp*", verify=16).per_pair, everything.per_pair)
+    heads = [(3, 1), (0, 2), (1, 3)]
+    strongest = max(heads, key=lambda head: abs(attribution_patch(model, probe, "z", "atp", "noise", "answer").values[head]))
+    one = activation_patch(model, probe, "z", "total", heads=heads, prefilter="atp", verify=1).values
+    assert [tuple(cell) for cell in one.isfinite().nonzero().tolist()] == [strongest]
+
+
+def test_an_estimate_travels_with_its_effects(tmp_path):
+    model, probe = wrap_model(tiny_hf("llama")), random_probe(n_pairs=3)
+    effects = activation_patch(model, probe, "z", "total", prefilter="atp", verify=2)
+    assert torch.equal(effects.select([2, 0]).estimate, effects.estimate[[2, 0]])
+    assert effects.to_frame()["estimate"].tolist() == effects.estimate.mean(0).flatten().tolist()
+    plain = activation_patch(model, probe, "z", "total")
+    assert plain.estimate is None and plain.select([1]).estimate is None and "estimate" not in plain.to_frame()
+    scores = HeadScores(model=model.info, receivers={}, measured={"retrieval": {"a": effects, "b": plain}}, composite=torch.zeros(4, 4), probes=[])
+    scores.save(tmp_path)
+    loaded = HeadScores.load(tmp_path).measured["retrieval"]
+    assert torch.equal(loaded["a"].estimate, effects.estimate) and loaded["b"].estimate is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefilter": "atp", "verify": 4, "mode": "direct"}, "prefilter 'atp' estimates total effects; use mode='total', or leave it out"),
+        ({"prefilter": "atp"}, "prefilter 'atp' and verify None go together"),
+        ({"verify": 4}, "prefilter None and verify 4 go together"),
+        ({"prefilter": "ig", "verify": 4}, r"prefilter 'ig' is not one of atp, atp\*, eap-ig"),
+        ({"prefilter": "atp", "verify": 0}, "verify 0 is not between 1 and the 16 heads"),
+        ({"prefilter": "atp", "verify": 17}, "verify 17 is not between 1 and the 16 heads"),
+        ({"prefilter": "atp", "verify": 9, "component": "v"}, "verify 9 is not between 1 and the 8 heads"),
+        ({"prefilter": "atp", "verify": 2, "heads": [(1, 1)]}, "verify 2 is not between 1 and the 1 heads"),
+        ({"heads": []}, "heads is empty"),
+    ],
+)
+def test_a_wrong_choice_of_heads_is_refused_in_one_line(arguments, message):
+    with pytest.raises(InputError, match=message) as caught:
+        activation_patch(wrap_model(tiny_hf("llama")), random_probe(), **{"mode": "total"} | arguments)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_probe_the_model_cannot_tell_apart_is_refused():

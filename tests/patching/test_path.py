@@ -33,6 +33,7 @@ def test_equals_two_forwards_a_sender(family, receiver_input):
         ("total", True, "denoise", "answer"),
         ("direct", False, "denoise", "suffix"),
         ("direct", True, "noise", "needle"),
+        ("total", False, "noise", "needle"),  # the later receivers feel what the earlier ones changed at other positions than the patched
     ):
         settings = {"second_pass": second_pass, "freeze_mlps": freeze_mlps}
         ours = path_patch(model, probe, receivers, receiver_input, direction=direction, positions=positions, **settings)
@@ -160,6 +161,17 @@ def test_what_cannot_be_is_nan_and_a_receiver_behind_the_sender_does_nothing():
     torch.testing.assert_close(effects.per_pair[:, 1:3], late.per_pair[:, 1:3], atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("receiver_input", ["q", "k", "z->logits"])
+def test_some_senders_are_those_of_the_whole_map(receiver_input):
+    model, probe, senders = wrap_model(tiny_hf("llama", dtype=torch.float64)), random_probe(), [(2, 3), (0, 1), (2, 0), (3, 2)]
+    receivers = None if receiver_input == "z->logits" else [(1, 1), (3, 0)]
+    some, everything = (path_patch(model, probe, receivers, receiver_input, senders=x).per_pair for x in (senders, None))
+    others = torch.ones_like(some, dtype=torch.bool)
+    for sender in senders:
+        others[:, *sender] = False
+    torch.testing.assert_close(some, everything.masked_fill(others, torch.nan), atol=1e-6, rtol=1e-6, equal_nan=True)
+
+
 def test_nothing_changes_where_clean_and_corrupt_are_one_prompt():
     model, probe = wrap_model(tiny_hf("gemma3")), random_probe()
     same_prompt = Probe(**{**vars(probe), "corrupt": probe.clean})
@@ -193,6 +205,9 @@ def test_padding_and_batch_size_change_nothing(pad):
         ({"receivers": [(3, 3)], "receiver_input": "k"}, "receivers of k are KV heads 0..1; model.kv_heads.heads. gives those of query heads"),
         ({"receivers": [(4, 0)]}, "L4H0 does not exist"),
         ({"receivers": [(0, 1)]}, "every receiver is in layer 0"),
+        ({"receivers": [(1, 0), (2, 1)], "senders": [(2, 0), (3, 3)]}, "no sender lies before layer 2, that of the last receiver"),
+        ({"receivers": [(3, 0)], "senders": [(0, 4)]}, "L0H4 does not exist"),
+        ({"receivers": [(3, 0)], "senders": []}, "heads is empty"),
         ({"receivers": [(3, 0)], "second_pass": "both"}, "second_pass 'both' is not one of total, direct"),
         ({"receivers": [(3, 0)], "positions": "end"}, "positions 'end' is not one of"),
     ],
