@@ -7,8 +7,6 @@ Values are compared before times. ``benchmarks/README.md`` says what is measured
 
 import argparse
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import time
@@ -16,27 +14,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 import transformers
+from common import boot_peer, lead, machine, machine_text, median_seconds, one_pair, patched_metric, plain_forwards, require_peer, say, table
 from jaxtyping import Float
 from torch import Tensor
 
 from hydralens.errors import InputError
 from hydralens.files import write_json
-from hydralens.models.conversion import converted
-from hydralens.models.embedded import embedded_gguf
 from hydralens.models.lens import LensModel, wrap_model
 from hydralens.models.loading import load_model
 from hydralens.patching.activation import activation_patch
-from hydralens.patching.metric import DECAY
 from hydralens.patching.pairs import Pair, unpad
 from hydralens.probes.base import Probe
-from hydralens.probes.needles import retrieval
 
 MIB = 2**20
 GROWTH_LENGTHS = (4096, 8192, 16384)
@@ -79,8 +73,8 @@ class PeerSweep:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
-    _require_peer()
-    load_at_start = os.getloadavg()[0]
+    require_peer()
+    measured_on = machine()
     model = load_model("embedded", device="cpu", dtype="float32")
     n_layers = model.info.n_layers
     for layer in options.layers:
@@ -89,14 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     probe = one_pair(model, options.tokens)
     pair = unpad(probe, 0, model.device)
 
-    _say("limit: two plain forwards")
+    say("limit: two plain forwards")
     two_forwards = median_seconds(lambda: plain_forwards(model, pair), 3)
     bridge = boot_peer()
     rows = []
     for sweep in SWEEPS:
-        _say(f"ours: {sweep.name}")
+        say(f"ours: {sweep.name}")
         ours_seconds, values = ours(model, probe, sweep)
-        _say(f"peer: {sweep.name}, {_layers(options.layers)}")
+        say(f"peer: {sweep.name}, {_layers(options.layers)}")
         peer = peer_sweep(bridge, pair, sweep, options.layers)
         peer_seconds, limit = peer.seconds(n_layers), two_forwards * unavoidable(model, pair, sweep) / 2
         rows.append(
@@ -131,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "sweeps": rows,
         "memory": [] if options.skip_memory else peak_memory(probe, pair, options.layers[0]),
         "growth": [] if options.skip_memory else memory_growth(GROWTH_LENGTHS),
-        "machine": {**machine(), "load_at_start": load_at_start},
+        "machine": measured_on,
     }
     print(as_text(result))
     print(f"\n{write_json(options.out, result)}")
@@ -151,20 +145,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
-
-
-# The pair, ours and the limit
-
-
-def one_pair(model: LensModel, n_tokens: int) -> Probe:
-    """One needle in prose, its value swapped, at half depth; the first seed whose prompt has exactly ``n_tokens`` tokens without padding."""
-    for seed in range(100):
-        (probe,) = retrieval(model, n_pairs=1, n_tokens=n_tokens, seed=seed, shapes=["niah_single_2"], corruptions=["value"], depth=0.5)
-        if probe.n_tokens == n_tokens:
-            return probe
-    raise InputError(f"none of 100 seeds gives a prompt of exactly {n_tokens} tokens; choose another --tokens")
+# Ours and the limit
 
 
 def ours(model: LensModel, probe: Probe, sweep: Sweep) -> tuple[float, Float[Tensor, "layer head"]]:
@@ -176,16 +157,7 @@ def ours(model: LensModel, probe: Probe, sweep: Sweep) -> tuple[float, Float[Ten
         effects = activation_patch(model, probe, "z", sweep.mode, sweep.direction, sweep.positions)
 
     seconds = median_seconds(run, sweep.repeats)
-    clean, corrupt = effects.clean_metric[0], effects.corrupt_metric[0]
-    change = effects.per_pair[0] * (clean - corrupt)
-    return seconds, clean - change if sweep.direction == "noise" else corrupt + change
-
-
-@torch.no_grad()
-def plain_forwards(model: LensModel, pair: Pair) -> None:
-    """The clean and the corrupt prompt through transformers, as it is fastest: fused attention, the last position's logits only."""
-    for tokens in (pair.clean, pair.corrupt):
-        model.hf(input_ids=tokens[None], use_cache=False, logits_to_keep=1)
+    return seconds, patched_metric(effects)
 
 
 def unavoidable(model: LensModel, pair: Pair, sweep: Sweep) -> float:
@@ -196,44 +168,7 @@ def unavoidable(model: LensModel, pair: Pair, sweep: Sweep) -> float:
     return 2 + model.info.n_heads * (model.info.n_layers - 1) / 2 * share
 
 
-def median_seconds(run: Callable[[], None], repeats: int) -> float:
-    """Wall time; where it is measured several times, after one run that does not count."""
-    if repeats > 1:
-        run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 # The peer
-
-
-def _require_peer() -> None:
-    try:
-        import transformer_lens  # noqa: F401
-    except ModuleNotFoundError:
-        raise InputError("the peer, TransformerLens, is not installed; run: pip install -e '.[lens]'") from None
-
-
-def boot_peer() -> Any:
-    """The embedded model as a TransformerBridge, on weights of its own: booting changes the modules of the model it is given."""
-    from transformer_lens.model_bridge import TransformerBridge
-
-    folder = converted(embedded_gguf())
-    hf = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return TransformerBridge.boot_transformers(str(folder), hf_model=hf, tokenizer=tokenizer, device="cpu", dtype=torch.float32)
-
-
-def lead(logits: Float[Tensor, "1 pos vocab"], pair: Pair) -> Float[Tensor, ""]:
-    """The metric, written out again from the logits: the answer's discounted lead over the foil."""
-    read = logits[0, pair.read]
-    difference = read.gather(1, pair.answer[:, None]) - read.gather(1, pair.foil[:, None])
-    weights = DECAY ** torch.arange(len(pair.answer), dtype=read.dtype)
-    return weights @ difference[:, 0] / weights.sum()
 
 
 @torch.no_grad()
@@ -289,7 +224,7 @@ def peak_memory(probe: Probe, pair: Pair, layer: int) -> list[dict[str, Any]]:
     rows = []
     for sweep in SWEEPS:
         for side, measure, given in (("ours", _ours_memory, (probe,)), ("peer", _peer_memory, (pair, layer))):
-            _say(f"memory: {side}, {sweep.name}")
+            say(f"memory: {side}, {sweep.name}")
             loaded, peak = in_own_process(measure, sweep, *given)
             rows.append({"sweep": sweep.name, "side": side, "loaded_mib": loaded / MIB, "peak_mib": peak / MIB})
     return rows
@@ -317,7 +252,7 @@ def memory_growth(lengths: Sequence[int]) -> list[dict[str, Any]]:
     for mode in ("direct", "total"):
         before = None
         for n_tokens in lengths:
-            _say(f"memory: {mode}, answer, {n_tokens} tokens")
+            say(f"memory: {mode}, answer, {n_tokens} tokens")
             mib = in_own_process(growth, mode, n_tokens) / MIB
             rows.append({"sweep": f"{mode}, answer", "tokens": n_tokens, "mib": mib, "times_shorter": mib / before if before else None})
             before = mib
@@ -376,37 +311,12 @@ def resident(field: str) -> int:
 # What is printed
 
 
-def machine() -> dict[str, Any]:
-    """Versions, threads and CPU."""
-    cpu = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")] if cpu.exists() else []
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "transformer_lens": _version("transformer-lens"),
-        "hydralens": _version("hydralens"),
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "cpu": names[0] if names else platform.processor(),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def as_text(result: dict[str, Any]) -> str:
     """Markdown that reads well in a terminal too."""
-    m, rows = result["machine"], result["sweeps"]
-    versions = ", ".join(f"{name} {m[name]}" for name in ("hydralens", "torch", "transformers", "transformer_lens", "python"))
     parts = [
         f"{result['model']}, {result['heads']} heads, z; one pair of {result['tokens']} tokens, first difference at {result['first_difference']}, "
         f"{result['read_positions']} answer tokens; metric {result['clean_metric']:.3f} clean, {result['corrupt_metric']:.3f} corrupt\n"
-        f"{versions}\n{m['cpu']}, {m['cores']} cores, {m['threads']} threads, load average {m['load_at_start']:.1f} at the start, float32\n"
+        f"{machine_text(result['machine'])}\n"
         f"The peer patches all heads of {_layers(result['peer_layers'])}: its seconds are scaled to all layers, values are compared on these heads.",
         table(
             ("sweep", "ours s", "peer s", "peer / ours", "target", "", "limit s", "ours / limit", "max abs difference", "range of values"),
@@ -423,7 +333,7 @@ def as_text(result: dict[str, Any]) -> str:
                     f"{row['max_abs_difference']:.1e}",
                     f"{row['values_range']:.2f}",
                 )
-                for row in rows
+                for row in result["sweeps"]
             ],
         ),
     ]
@@ -439,12 +349,6 @@ def as_text(result: dict[str, Any]) -> str:
 
 def _layers(layers: Sequence[int]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
 if __name__ == "__main__":
