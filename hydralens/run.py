@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +26,7 @@ from hydralens.scores import paper_score
 from hydralens.scoring import score_heads
 from hydralens.selection import RULES, heads_for_ratio, select_heads
 from hydralens.similarity import head_similarity, layer_similarity
+from hydralens.statistics import fewest_pairs, split_half
 from hydralens.validation import far_prompts, knockout_curve, mask_preview, random_masks
 
 KNOCKOUTS = (0, 1, 2, 4, 8, 16)  # ranks at which the knock-out curve is read; K, the mask's size, is added
@@ -53,7 +54,8 @@ def run(
 
     Args:
         ratio, rule: how heads are selected, see ``select_heads``.
-        method: what scores a head, see ``score_heads``; unless it is ``paper``, the preview shows the paper's mask beside the selected one.
+        method: what scores a head, see ``score_heads``; unless it is ``paper``, the preview shows the paper's mask, from receivers and
+            senders, beside the selected one.
         n_pairs, n_tokens: pairs per probe, and tokens per retrieval prompt.
         n_check, n_draws: prompts per task, and random draws, of the knock-out curve and the mask preview.
 
@@ -82,7 +84,7 @@ def run(
             far_prompts(model, probe)  # prompts too short for the preview are refused before the long work
     with phase("scores"):
         # A model may solve no reasoning probe; retrieval is what a mask is for.
-        scores = score_heads(model, probes, method=method, required=("retrieval",), shards=out / "shards", verbose=verbose)
+        scores = score_heads(model, probes, method=method, senders=True, required=("retrieval",), shards=out / "shards", verbose=verbose)
     mask = select_heads(scores, ratio, rule=rule, seed=seed)
     with phase("similarity"):
         clean = [probe.select([0]) for probe in {probe.name: probe for probe in probes}.values()]  # one prompt of each probe
@@ -99,6 +101,7 @@ def run(
             masks[PAPER] = [select_heads(papers, ratio, rule=rule, seed=seed).array]
         preview = mask_preview(model, masks, checks, verbose=verbose)
 
+    ranked = max(1, min(k, scores.n_with_signal))  # beyond it the order is that of ties, in which halves agree by chance
     arguments = {"ratio": ratio, "rule": rule, "method": method, "n_pairs": n_pairs, "n_tokens": n_tokens, "n_check": n_check, "n_draws": n_draws, "seed": seed}
     result = RunResult(
         model=model.info,
@@ -109,7 +112,7 @@ def run(
         knockout=knockout,
         preview=preview,
         solved=scores.solved,
-        stability=scores.split_half(k),
+        stability=split_half(scores, ranked) if fewest_pairs(scores) > 1 else {},
         settings=arguments | {"preview": {"window": WINDOW, "sinks": SINKS}, **environment(model), "wall_seconds": wall},
     )
     with phase("files"):
@@ -160,4 +163,5 @@ def _record(result: RunResult) -> dict[str, Any]:
         **result.settings,
         "probes": result.solved,
         "stability": result.stability,
+        "positive_control": asdict(result.control) | {"sentence": result.control.sentence},
     }

@@ -14,14 +14,27 @@ from hydralens.head_mask import HeadMask
 from hydralens.models.lens import wrap_model
 from hydralens.models.loading import load_model
 from hydralens.probes import reasoning, retrieval
+from hydralens.report import run_figures
+from hydralens.report.answer import in_short
 from hydralens.run import run
 from hydralens.scores import HeadScores
+from hydralens.statistics import positive_control, split_half
 from tests.planted import HEADS, LAYERS, RETRIEVER, planted_model, word_tokenizer
 from tests.test_files import full_disk
 from tests.tiny import tiny_hf
 
 SMALL = {"n_pairs": 2, "n_tokens": 160, "n_check": 3, "n_draws": 2, "verbose": False}
-FIGURES = {"head_heatmap", "probe_facets", "layer_profile", "layer_similarity", "head_similarity", "knockout_curve", "mask_preview"}
+FIGURES = {
+    "head_heatmap",
+    "volcano",
+    "probe_facets",
+    "role_maps",
+    "knockout_curve",
+    "mask_preview",
+    "layer_similarity",
+    "head_similarity",
+    "layer_profile",
+}
 FILES = {
     "run.json",
     "report.html",
@@ -118,7 +131,36 @@ def test_the_record_says_what_was_run(finished):
     assert {"python", "hydralens", "torch", "transformers", "numpy"} == set(record["versions"])
     assert set(record["wall_seconds"]) == {"probes", "scores", "similarity", "knock-out", "mask preview", "files"}
     assert len(record["probes"]) == 8 * 3 + 6 and {"probe", "corruption", "n_pairs", "n_solved", "used"} <= set(record["probes"][0])
-    assert record["device"].startswith("cpu") and record["stability"]["k"] == 2 and "command" in record and "finished" in record
+    assert record["device"].startswith("cpu") and "command" in record and "finished" in record
+    assert record["stability"] == split_half(finished[1].scores, 1)  # one head has a signal
+    assert record["stability"]["top_k_overlap_low"] == 1
+
+
+def test_the_positive_control_passes_and_is_the_same_everywhere(finished):
+    """One head of six prompts' answers: Fisher's p is 1 / 924, for two sizes."""
+    out, result = finished
+    control = json.loads((out / "run.json").read_text())["positive_control"]
+    assert control["passed"] and (control["k"], control["scored"], control["random"], control["p"]) == (1, 0, 1, pytest.approx(2 / 924))
+    assert control["sentence"] == positive_control(pd.read_csv(out / "knockout.csv")).sentence
+    assert control["sentence"] in in_short(result) and control["sentence"] in Page((out / "report.html").read_text("utf-8")).text
+
+
+def test_senders_are_measured_whatever_the_method_and_choose_the_papers_mask(finished, model):
+    scores = finished[1].scores
+    assert scores.method == "restriction" and {c: list(m) for c, m in scores.senders.items()} == {c: list(m) for c, m in scores.receivers.items()}
+    assert "composite of receivers and senders keeps 100%" in Page((finished[0] / "report.html").read_text("utf-8")).text
+
+
+@pytest.mark.parametrize(("method", "halves"), [("attention_mass", False), ("induction", True)])
+def test_a_detector_can_score(method, halves, model, tmp_path, monkeypatch):
+    """Of one pair there are no halves; induction makes its own repetitions."""
+    no_pictures(monkeypatch)
+    result = run(model, tmp_path, **{**SMALL, "n_pairs": 1}, method=method)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert result.scores.method == record["method"] == method and set(run_figures(result)) >= {"head_heatmap", "probe_facets", "role_maps", "layer_profile"}
+    assert set(result.preview["mask"]) == {"all heads full", "selected", "random", "no head full", "paper's composite"}
+    assert record["stability"] == result.stability and bool(result.stability) == halves
+    assert ("Not measured: two halves need two pairs in every probe; use more." in in_short(result)) != halves
 
 
 class Page(HTMLParser):

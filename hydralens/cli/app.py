@@ -25,7 +25,10 @@ RULE_HELP = (
 )
 Ratio = Annotated[str, typer.Option("--ratio", help="Linear heads : full heads.")]
 Rule = Annotated[str, typer.Option("--rule", help=RULE_HELP)]
-METHOD_HELP = "What scores a head: paper (direct effects, HydraHead Eq. 11-12) or restriction (what limiting it to sinks and a recent window costs)."
+METHOD_HELP = (
+    "What scores a head: restriction (what limiting it to sinks and a recent window costs), paper (direct effects and senders, HydraHead Eq. 11-12) "
+    "or a detector: copy_paste, headkv, attention_mass, locos, logit_attribution, ablation_drop, zero_shot_kl, induction, echo or duo_attention."
+)
 Method = Annotated[str, typer.Option("--method", help=METHOD_HELP)]
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="Counterfactual pairs per probe.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per retrieval prompt.")]
@@ -65,7 +68,7 @@ def run(
     A killed run goes on where it stopped when it is started again with the same arguments.
     """
     from hydralens.models.loading import load_model
-    from hydralens.report.answer import headline
+    from hydralens.report.answer import in_short
     from hydralens.run import check_writable
     from hydralens.run import run as main_job
     from hydralens.scoring import METHODS
@@ -80,7 +83,7 @@ def run(
     sizes = {"n_pairs": pairs, "n_tokens": tokens, "n_check": check_prompts}
     result = main_job(opened, out, ratio=ratio, rule=rule, method=method, **sizes, seed=seed, verbose=not quiet)
     if not quiet:
-        typer.echo("\n".join(headline(result)))
+        typer.echo("\n".join(in_short(result)))
         typer.echo(f"{out / 'report.html'}")
 
 

@@ -7,9 +7,10 @@ text is a grey that reads on white and on black.
 
 from hydralens.figures.checks import knockout_curve, mask_preview
 from hydralens.figures.circuit import circuit
-from hydralens.figures.heads import head_heatmap, layer_profile, probe_facets
+from hydralens.figures.heads import head_heatmap, layer_profile, probe_facets, role_maps
 from hydralens.figures.matrices import head_similarity, layer_similarity
 from hydralens.figures.saving import save_figure, save_figures
+from hydralens.figures.stability import pairs_curve, stability_matrix, volcano
 
 __all__ = [
     "circuit",
@@ -19,7 +20,11 @@ __all__ = [
     "layer_profile",
     "layer_similarity",
     "mask_preview",
+    "pairs_curve",
     "probe_facets",
+    "role_maps",
     "save_figure",
     "save_figures",
+    "stability_matrix",
+    "volcano",
 ]

@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from hydralens.figures.findings import FULL, NONE, PAPER, RANDOM, SELECTED, knockout, preview
+from hydralens.figures.findings import FULL, KNOCKOUT_COLUMNS, NONE, PAPER, RANDOM, SELECTED, knockout_finding, need_columns, preview
 from hydralens.figures.style import BLUE, GREY, ORANGE, count, finish
+from hydralens.statistics import positive_control
 
 
 def knockout_curve(frame: pd.DataFrame) -> go.Figure:
@@ -17,7 +18,8 @@ def knockout_curve(frame: pd.DataFrame) -> go.Figure:
     Raises:
         InputError: a column is missing, or scored and random rows share no ``k``.
     """
-    result = knockout(frame)
+    need_columns(frame, KNOCKOUT_COLUMNS, "knock-out")
+    control = positive_control(frame)
     fig = go.Figure()
     intact = frame[frame["k"] == 0].head(1)
     scored = pd.concat([intact, frame[(frame["order"] == "scored") & (frame["k"] > 0)].sort_values("k")])
@@ -38,8 +40,11 @@ def knockout_curve(frame: pd.DataFrame) -> go.Figure:
     fig.update_xaxes(title="heads removed", tickvals=_place(np.array(ks)), ticktext=[str(k) for k in ks], showgrid=False)
     fig.update_yaxes(title="accuracy", range=[-0.04, 1.04], tickformat=".0%")
     fig.update_layout(legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0})
-    caption = f"{count(result.n_prompts, 'prompt')}; {count(result.n_draws, 'random draw')} of as many heads. The axis is logarithmic in k + 1."
-    return finish(fig, result.finding, caption, height=400, max_width=860)
+    caption = (
+        f"{count(control.n_prompts, 'prompt')}; {count(control.n_draws, 'random draw')} of as many heads; p = {control.p:.2g}, corrected for "
+        f"{count(control.n_sizes, 'size')}. The axis is logarithmic in k + 1."
+    )
+    return finish(fig, knockout_finding(control), caption, height=400, max_width=860)
 
 
 def mask_preview(frame: pd.DataFrame) -> go.Figure:
@@ -47,8 +52,7 @@ def mask_preview(frame: pd.DataFrame) -> go.Figure:
 
     Args:
         frame: columns mask (``"all heads full"``, ``"selected"``, ``"random"``, ``"no head full"``, and ``"paper's composite"`` where
-            another method selected), draw, task, accuracy,
-            ci_low, ci_high, margin, n_prompts.
+            another method selected), draw, task, accuracy, ci_low, ci_high, margin, n_prompts.
 
     Raises:
         InputError: a column is missing, or there are no selected or no random rows.

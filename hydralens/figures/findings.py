@@ -12,10 +12,12 @@ from torch import Tensor
 from hydralens.errors import InputError
 from hydralens.figures.style import count, listed, percent
 from hydralens.patching.effects import HeadEffects
-from hydralens.scores import HeadScores, all_probes
+from hydralens.scores import Effects, HeadScores, all_probes
+from hydralens.statistics import LEVEL, ControlResult, pooled, significance, smallest_p
 
 KNOCKOUT_COLUMNS = ("k", "order", "draw", "accuracy", "ci_low", "ci_high", "margin", "n_prompts")
 PREVIEW_COLUMNS = ("mask", "draw", "task", "accuracy", "ci_low", "ci_high", "margin", "n_prompts")
+NEVER_NEGATIVE = ("copy_paste", "headkv", "attention_mass", "zero_shot_kl", "induction", "echo", "duo_attention")  # methods
 FULL, SELECTED, RANDOM, NONE, PAPER = "all heads full", "selected", "random", "no head full", "paper's composite"
 
 
@@ -26,6 +28,41 @@ FULL, SELECTED, RANDOM, NONE, PAPER = "all heads full", "selected", "random", "n
 def interval(effects: HeadEffects) -> tuple[Float[Tensor, "layer head"], Float[Tensor, "layer head"]]:
     """``effects.interval()``, resampled once for all the figures and sentences that show it."""
     return effects.interval()
+
+
+@lru_cache(maxsize=16)
+def all_prompts(scores: HeadScores) -> HeadEffects:
+    """``pooled(scores)``, made once."""
+    return pooled(scores)
+
+
+@lru_cache(maxsize=16)
+def tested(effects: HeadEffects) -> pd.DataFrame:
+    """``significance(effects)``, computed once for all the figures and sentences that show it."""
+    return significance(effects)
+
+
+def quantity(effects: HeadEffects) -> str:
+    """What one value is called: IE where activations were patched, otherwise the method's score."""
+    return "IE" if effects.direction in ("noise", "denoise") else f"{effects.mode} score"
+
+
+def measurement(effects: HeadEffects) -> str:
+    """How the values were measured, for captions."""
+    if quantity(effects) == "IE":
+        return f"{effects.mode} effect of {effects.component}, {effects.direction}, positions {effects.positions}"
+    return f"{quantity(effects)}, {effects.positions}"
+
+
+def can_be_negative(effects: HeadEffects) -> bool:
+    """Attention masses, gates and divergences cannot, so that being above 0 says nothing of a head."""
+    return effects.mode not in NEVER_NEGATIVE
+
+
+def too_few(effects: HeadEffects) -> bool:
+    """No head passes the test against 0, and none could alone, whatever its values: the pairs are too few for so many heads."""
+    heads = tested(effects)
+    return bool(smallest_p(effects.n_pairs) * len(heads) > LEVEL and not (heads["q"] < LEVEL).any())
 
 
 def half_share(values: Float[Tensor, "layer head"]) -> list[tuple[int, int]]:
@@ -69,10 +106,16 @@ def strongest_probe(scores: HeadScores) -> StrongestProbe:
     return StrongestProbe(list(probes), index, *pick)
 
 
-def importance(scores: HeadScores) -> Float[Tensor, "layer head"]:
-    """Mean receiver effect over a capability's probes; the larger capability counts. Negative effects are 0."""
-    means = [torch.stack([effects.values.nan_to_num() for effects in probes.values()]).mean(0) for probes in scores.receivers.values()]
-    return torch.stack(means).amax(0).clamp(min=0)
+def strength(effects: Effects) -> Float[Tensor, "layer head"]:
+    """Mean effect over a capability's probes; the larger capability counts. NaN where no capability has an effect."""
+    means = [torch.stack([effect.values for effect in probes.values()]).mean(0) for probes in effects.values()]
+    largest = torch.stack(means).nan_to_num(-torch.inf).amax(0)
+    return largest.where(largest.isfinite(), torch.nan)
+
+
+def direct(scores: HeadScores) -> Effects:
+    """Direct effects, or what the method measures where a detector was called by itself."""
+    return scores.receivers or scores.measured
 
 
 def gini(values: Float[Tensor, "layer head"]) -> Float[Tensor, "layer"]:
@@ -85,64 +128,17 @@ def gini(values: Float[Tensor, "layer head"]) -> Float[Tensor, "layer"]:
 # --- knock-out -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Knockout:
-    """The knock-out curve at the smallest ``k`` with nearly the largest difference between scored and random removal.
-
-    That ``k`` is chosen after the fact. The verdict allows for it: two 95% intervals that do not even overlap are a test at
-    about 0.6% (their difference is at least 2.8 standard errors), a fair level for the best of some eight values of ``k``.
-    """
-
-    k: int
-    baseline: float
-    scored: float
-    low: float
-    high: float
-    random: float  # mean over draws
-    n_draws: int
-    n_prompts: int
-    beats_random: bool  # the intervals do not overlap
-
-    @property
-    def finding(self) -> str:
-        if self.beats_random:
-            return (
-                f"Removing the {count(self.k, 'best-scored head')} takes accuracy from {percent(self.baseline)} to {percent(self.scored)}; "
-                f"removing {count(self.k, 'random head')} leaves {percent(self.random)}"
-            )
+def knockout_finding(control: ControlResult) -> str:
+    """What the positive control says, as a title; whether it passed is decided there and nowhere else."""
+    scored, random, baseline = (percent(share) for share in (control.scored, control.random, control.baseline))
+    if control.passed:
         return (
-            f"Removing the best-scored heads does not clearly hurt more than removing random ones: {percent(self.scored)} "
-            f"against {percent(self.random)} right at {count(self.k, 'head')}"
+            f"Removing the {count(control.k, 'best-scored head')} takes accuracy from {baseline} to {scored}; "
+            f"removing {count(control.k, 'random head')} leaves {random}"
         )
-
-
-def knockout(frame: pd.DataFrame) -> Knockout:
-    """Read a knock-out frame.
-
-    Raises:
-        InputError: a column is missing, nothing was removed, or scored and random rows share no ``k``.
-    """
-    _need_columns(frame, KNOCKOUT_COLUMNS, "knock-out")
-    scored = frame[(frame["order"] == "scored") & (frame["k"] > 0)].set_index("k")
-    random = frame[(frame["order"] == "random") & (frame["k"] > 0)].groupby("k")[["accuracy", "ci_low"]]
-    intact = frame[frame["k"] == 0]
-    shared = scored.index.intersection(random.mean().index).sort_values()
-    if len(shared) == 0 or len(intact) == 0:
-        raise InputError('the knock-out frame needs a row with k = 0 and rows with order "scored" and "random" at the same k > 0')
-    gap = random.mean().loc[shared, "accuracy"] - scored.loc[shared, "accuracy"]
-    k = int((gap >= 0.9 * gap.max() if gap.max() > 0 else gap == gap.max()).idxmax())
-    at, drawn = scored.loc[k], random.get_group(k)
-    return Knockout(
-        k=k,
-        baseline=float(intact["accuracy"].mean()),
-        scored=float(at["accuracy"]),
-        low=float(at["ci_low"]),
-        high=float(at["ci_high"]),
-        random=float(drawn["accuracy"].mean()),
-        n_draws=len(drawn),
-        n_prompts=int(at["n_prompts"]),
-        beats_random=bool(drawn["ci_low"].mean() > at["ci_high"]),
-    )
+    if not control.could_pass:
+        return f"The whole model answers {baseline} of {count(control.n_prompts, 'prompt')}, too few to tell what removing heads costs"
+    return f"Removing the best-scored heads does not clearly hurt more than removing random ones: {scored} against {random} right at {count(control.k, 'head')}"
 
 
 # --- preview -------------------------------------------------------------------------------------------------------
@@ -181,7 +177,7 @@ def preview(frame: pd.DataFrame) -> Preview:
     Raises:
         InputError: a column is missing, or there are no ``selected`` or no ``random`` rows.
     """
-    _need_columns(frame, PREVIEW_COLUMNS, "preview")
+    need_columns(frame, PREVIEW_COLUMNS, "preview")
     if not {SELECTED, RANDOM} <= set(frame["mask"]):
         raise InputError(f'the preview frame needs rows with mask "{SELECTED}" and "{RANDOM}"; it has {listed(sorted(set(frame["mask"])))}')
     right = (frame["accuracy"] * frame["n_prompts"]).round()
@@ -211,7 +207,7 @@ def previews_by_task(frame: pd.DataFrame) -> list[Preview]:
     return [preview(frame[frame["task"] == task]) for task in dict.fromkeys(frame["task"])]
 
 
-def _need_columns(frame: pd.DataFrame, columns: tuple[str, ...], name: str) -> None:
+def need_columns(frame: pd.DataFrame, columns: tuple[str, ...], name: str) -> None:
     missing = [column for column in columns if column not in frame.columns]
     if missing:
         raise InputError(f"the {name} frame lacks {listed(missing)}; it needs {', '.join(columns)}")

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from hydralens.errors import InputError
-from hydralens.figures.findings import gini, half_share_finding, importance, interval, strongest_probe
+from hydralens.figures.findings import direct, gini, half_share_finding, interval, measurement, quantity, strength, strongest_probe
 from hydralens.figures.style import BLUE, ORANGE, array, colorbar, count, finish, limit, listed, percent
 from hydralens.head_mask import HeadMask
 from hydralens.patching.effects import HeadEffects
@@ -41,18 +41,17 @@ def head_heatmap(scores: HeadScores | HeadEffects | Float[Tensor, "layer head"],
             extra = [_kv_heads(values.shape, scores.model.group), array(scores.rank + 1), *map(array, (best.value, best.low, best.high))]
             hover = (
                 "L%{y}H%{x} · KV head %{customdata[0]:d}<br>score %{z:.4f}, rank %{customdata[1]:d}"
-                "<br>%{text}: IE %{customdata[2]:.3f} [%{customdata[3]:.3f}, %{customdata[4]:.3f}]<extra></extra>"
+                f"<br>%{{text}}: {quantity(next(iter(all_probes(scores.made_from).values())))} "
+                "%{customdata[2]:.3f} [%{customdata[3]:.3f}, %{customdata[4]:.3f}]<extra></extra>"
             )
         case HeadEffects():
-            values, name, text = scores.values, "IE", None
+            values, name, text = scores.values, quantity(scores), None
             what = f"effect on {scores.probe}" if scores.probe else "effect"
-            settings = (
-                f"{scores.mode} effect of {scores.component}, {scores.direction}, positions {scores.positions}, corruption {scores.corruption or 'unnamed'}"
-            )
+            settings = f"{measurement(scores)}, corruption {scores.corruption or 'unnamed'}"
             caption = f"{settings}; mean of {count(scores.n_pairs, 'pair')}, 95% bootstrap interval on hover."
             group = 1 if scores.component in ("k", "v") else scores.n_heads // scores.n_kv_heads
             extra = [_kv_heads(values.shape, group), *map(array, interval(scores))]
-            hover = "L%{y}H%{x} · KV head %{customdata[0]:d}<br>IE %{z:.4f} [%{customdata[1]:.3f}, %{customdata[2]:.3f}]<extra></extra>"
+            hover = "L%{y}H%{x} · KV head %{customdata[0]:d}<br>" + name + " %{z:.4f} [%{customdata[1]:.3f}, %{customdata[2]:.3f}]<extra></extra>"
         case _:
             values, name, text, what, caption, extra = scores, "value", None, "positive total", "One value a head.", []
             hover = "L%{y}H%{x}<br>%{z:.4f}<extra></extra>"
@@ -89,8 +88,12 @@ def head_heatmap(scores: HeadScores | HeadEffects | Float[Tensor, "layer head"],
 
 
 def probe_facets(scores: HeadScores) -> go.Figure:
-    """One map of receiver effects a probe, on one colour axis that is clipped at a stated percentile."""
-    probes = all_probes(scores.receivers)
+    """One map of direct effects a probe, on one colour axis that is clipped at a stated percentile.
+
+    Of a detector that was called by itself, which measures no direct effects, its own values are shown.
+    """
+    probes = all_probes(direct(scores))
+    name = quantity(next(iter(probes.values())))
     n_layers, n_heads = scores.composite.shape
     columns = min(len(probes), 5 if n_heads <= 16 else 3)
     rows = -(-len(probes) // columns)
@@ -111,7 +114,7 @@ def probe_facets(scores: HeadScores) -> go.Figure:
                 z=array(effects.values),
                 customdata=np.stack([kv_heads, array(low), array(high)], -1).astype(np.float32),
                 hovertemplate=f"{label} ({count(effects.n_pairs, 'pair')})<br>L%{{y}}H%{{x}} · KV head %{{customdata[0]:d}}"
-                "<br>IE %{z:.4f} [%{customdata[1]:.3f}, %{customdata[2]:.3f}]<extra></extra>",
+                f"<br>{name} %{{z:.4f}} [%{{customdata[1]:.3f}}, %{{customdata[2]:.3f}}]<extra></extra>",
                 coloraxis="coloraxis",
             ),
             row=cell // columns + 1,
@@ -120,15 +123,16 @@ def probe_facets(scores: HeadScores) -> go.Figure:
     stacked = torch.stack([effects.values for effects in probes.values()])
     bound = limit(array(stacked), CLIP_PERCENTILE)
     clipped = int((stacked.abs() > bound).sum())
-    fig.update_layout(coloraxis={"colorscale": "RdBu", "cmid": 0, "cmin": -bound, "cmax": bound, "colorbar": colorbar("IE")})
+    fig.update_layout(coloraxis={"colorscale": "RdBu", "cmid": 0, "cmin": -bound, "cmax": bound, "colorbar": colorbar(name)})
     fig.update_annotations(font_size=11)
     _head_axes(fig, n_layers, n_heads)
     fig.update_xaxes(title=None, showticklabels=False)
     fig.update_yaxes(title=None)
     fig.update_yaxes(title="layer", dtick=5 * _step(n_layers), col=1)
     caption = (
-        f"{scores.model.id}: mean receiver effect (IE) of every head, one map a probe, heads from left to right, 95% bootstrap interval on hover. "
-        f"Colours stop at ±{bound:.2g} (the {CLIP_PERCENTILE}th percentile of |IE|); {count(clipped, 'value')} beyond."
+        f"{scores.model.id}: mean {'direct effect (IE)' if name == 'IE' else name} of every head, one map a probe, heads from left to right, "
+        "95% bootstrap interval on hover. "
+        f"Colours stop at ±{bound:.2g} (the {CLIP_PERCENTILE}th percentile of |{name}|); {count(clipped, 'value')} beyond."
     )
     return finish(fig, _facets_finding(probes), caption, height=rows * (row_height + 62), max_width=1100, min_width=150 * columns, headroom=34)
 
@@ -149,13 +153,55 @@ def _facets_finding(probes: dict[str, HeadEffects]) -> str:
     return f"{first}; two probes share {shared:.1f} of their top {len(next(iter(ranked.values())))} heads on average"
 
 
+def role_maps(scores: HeadScores) -> go.Figure:
+    """What a head does itself beside what it does through others: direct effects, and effects through the q of the heads with a direct effect (Eq. 11).
+
+    Raises:
+        InputError: senders were not measured.
+    """
+    if not scores.senders:
+        raise InputError("role_maps needs the effects of senders, which were not measured; score with score_heads(..., senders=True)")
+    receivers, senders = strength(scores.receivers), strength(scores.senders)
+    n_layers, n_heads = receivers.shape
+    kv_heads = _kv_heads((n_layers, n_heads), scores.model.group)
+    fig = make_subplots(1, 2, subplot_titles=["receivers: direct effect", "senders: effect through receivers"], shared_yaxes=True, horizontal_spacing=0.04)
+    for column, (role, values) in enumerate({"receiver": receivers, "sender": senders}.items(), 1):
+        hover = f"L%{{y}}H%{{x}} · KV head %{{customdata:d}}<br>{role}, IE %{{z:.4f}}<extra></extra>"
+        fig.add_trace(go.Heatmap(z=array(values), customdata=kv_heads, hovertemplate=hover, coloraxis="coloraxis", xgap=1, ygap=1), row=1, col=column)
+        fig.add_trace(_dots(values >= THRESHOLD), row=1, col=column)
+    bound = limit(array(torch.stack((receivers, senders))), CLIP_PERCENTILE)
+    fig.update_layout(coloraxis={"colorscale": "RdBu", "cmid": 0, "cmin": -bound, "cmax": bound, "colorbar": colorbar("IE")})
+    fig.update_annotations(font_size=12)
+    _head_axes(fig, n_layers, n_heads)
+    fig.update_yaxes(title=None, col=2)
+    larger = ", the larger capability" if len(scores.receivers) > 1 else ""
+    caption = (
+        f"{scores.model.id}: mean IE over probes{larger}. Right: what a head does to the answer through the queries of the heads dotted left, at the answer; "
+        f"empty where none of them lies behind it. Dots: IE ≥ {THRESHOLD:g}. Colours stop at ±{bound:.2g}."
+    )
+    finding = _roles_finding(receivers >= THRESHOLD, senders >= THRESHOLD)
+    return finish(fig, finding, caption, height=_map_height(n_layers), max_width=min(1100, 480 + 40 * n_heads), min_width=420, headroom=20)
+
+
+def _roles_finding(receivers: Bool[Tensor, "layer head"], senders: Bool[Tensor, "layer head"]) -> str:
+    n, n_senders, both = (int(heads.sum()) for heads in (receivers, senders, receivers & senders))
+    first = f"{count(n, 'head')} {'acts' if n == 1 else 'act'} on the answer directly"
+    through = f"through {'its' if n == 1 else 'their'} queries"
+    if n_senders == 0:
+        return f"{first}; none acts {through}"
+    return f"{first} and {n_senders} {through}; {both or 'none'} {'does' if both <= 1 else 'do'} both"
+
+
 def layer_profile(scores: HeadScores) -> go.Figure:
     """How unequal the heads of each layer are (Gini) and how many of them are critical (HydraHead section 2)."""
-    values = importance(scores)
+    name = quantity(next(iter(all_probes(direct(scores)).values())))
+    values = strength(direct(scores)).nan_to_num().clamp(min=0)
     unequal, critical = gini(values), (values >= THRESHOLD).sum(1)
     n_layers, n_heads = values.shape
     layers = np.arange(n_layers)
-    fig = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04, subplot_titles=["Gini of head importance", f"critical heads (IE ≥ {THRESHOLD:g})"])
+    fig = make_subplots(
+        1, 2, shared_yaxes=True, horizontal_spacing=0.04, subplot_titles=["Gini of head importance", f"critical heads ({name} ≥ {THRESHOLD:g})"]
+    )
     dots = go.Scatter(x=array(unequal), y=layers, mode="markers", marker={"color": ORANGE, "size": 8}, hovertemplate="layer %{y}: Gini %{x:.3f}<extra></extra>")
     fig.add_trace(dots, row=1, col=1)
     bars = go.Bar(x=critical.numpy(), y=layers, orientation="h", marker_color=BLUE, hovertemplate=f"layer %{{y}}: %{{x}} of {n_heads} heads<extra></extra>")
@@ -171,9 +217,10 @@ def layer_profile(scores: HeadScores) -> go.Figure:
     finding = f"{count(n_critical, 'critical head')} ({percent(share)}) in {int((critical > 0).sum())} of {n_layers} layers"
     if len(known):
         finding += f"; within a layer importance is uneven: Gini {known.mean():.2f} on average, {known.min():.2f} to {known.max():.2f}"
-    larger = ", whichever is larger" if len(scores.receivers) > 1 else ""
+    larger = ", whichever is larger" if len(direct(scores)) > 1 else ""
     caption = (
-        f"{scores.model.id}: importance = mean receiver effect over the probes of {listed(list(scores.receivers))}{larger}; negative effects as 0. "
+        f"{scores.model.id}: importance = mean {'direct effect' if name == 'IE' else name} over the probes of {listed(list(direct(scores)))}{larger}; "
+        "negative values as 0. "
         f"Gini 0: all {n_heads} heads alike; {(n_heads - 1) / n_heads:.2f}: one head has it all."
     )
     return finish(fig, finding, caption, height=_map_height(n_layers), max_width=860, min_width=340, headroom=20)

@@ -22,6 +22,8 @@ def finish(
     pixels how the figure likes to be laid out on a page.
     """
     title, subtitle = textwrap.wrap(finding, max_width // 9), textwrap.wrap(caption, max_width // 7)
+    # Plotly moves a title of one line down by the height of its capitals, one of several lines not at all.
+    above = 14 if len(title) == 1 else 25
     top = 24 + LINE_HEIGHT * (len(title) + len(subtitle)) + headroom
     fig.update_layout(
         title={
@@ -32,7 +34,7 @@ def finish(
             "y": 1,
             "yref": "container",
             "yanchor": "top",
-            "pad": {"t": 14, "l": 12},
+            "pad": {"t": above, "l": 12},
             "font": {"size": 16},
         },
         template="none",

@@ -11,9 +11,11 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from hydralens import figures as draw
+from hydralens.figures.findings import all_prompts, can_be_negative, quantity, too_few
 from hydralens.files import write_text
 from hydralens.report import answer
 from hydralens.report.result import RunResult
+from hydralens.statistics import fewest_pairs, pairs_curve
 
 HERE = Path(__file__).parent
 # Dragging would fight with scrolling on a phone; the files in figures/ zoom.
@@ -38,6 +40,8 @@ def write_report(path: str | Path, run: RunResult, figures: Mapping[str, go.Figu
         verdicts=answer.verdicts(run),
         best_heads=answer.best_heads(run),
         kept_heads=answer.kept_heads(run),
+        quantity=quantity(all_prompts(run.scores)),
+        detectors=answer.DETECTORS,
         figures=[_embed(name, fig) for name, fig in (run_figures(run) if figures is None else figures).items()],
         settings=list(_flat(run.settings)),
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
@@ -48,16 +52,24 @@ def write_report(path: str | Path, run: RunResult, figures: Mapping[str, go.Figu
 
 def run_figures(run: RunResult) -> dict[str, go.Figure]:
     """The figures of a run under the names of their files, in the report's order; those whose data were measured."""
-    made = {"head_heatmap": draw.head_heatmap(run.scores, run.mask), "probe_facets": draw.probe_facets(run.scores)}
+    scores, effects = run.scores, all_prompts(run.scores)
+    made = {"head_heatmap": draw.head_heatmap(scores, run.mask)}
+    if can_be_negative(effects) and not too_few(effects):
+        made["volcano"] = draw.volcano(effects)
+    made["probe_facets"] = draw.probe_facets(scores)
+    if scores.senders:
+        made["role_maps"] = draw.role_maps(scores)
     if run.knockout is not None:
         made["knockout_curve"] = draw.knockout_curve(run.knockout)
     if run.preview is not None:
         made["mask_preview"] = draw.mask_preview(run.preview)
+    if fewest_pairs(scores) >= 4:  # two sizes of which there are two sets
+        made["pairs_curve"] = draw.pairs_curve(pairs_curve(scores, run.mask.to_query().n_full))
     if run.layer_similarity is not None:
         made["layer_similarity"] = draw.layer_similarity(run.layer_similarity)
     if run.head_similarity is not None:
         made["head_similarity"] = draw.head_similarity(run.head_similarity)
-    return made | {"layer_profile": draw.layer_profile(run.scores)}
+    return made | {"layer_profile": draw.layer_profile(scores)}
 
 
 def _embed(name: str, fig: go.Figure) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from hydralens.head_mask import HeadMask
 from hydralens.models.info import ModelInfo
 from hydralens.scores import HeadScores
 from hydralens.similarity import Similarity
+from hydralens.statistics import ControlResult, positive_control
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,7 @@ class RunResult:
         knockout: columns k, order, draw, accuracy, ci_low, ci_high, margin, n_prompts (see ``figures.knockout_curve``).
         preview: columns mask, draw, task, accuracy, ci_low, ci_high, margin, n_prompts (see ``figures.mask_preview``).
         solved: one entry a probe asked: probe, corruption, capability, n_pairs, n_solved, used.
-        stability: what ``HeadScores.split_half`` returns: k, top_k_overlap, spearman.
+        stability: what ``statistics.split_half`` returns.
         settings: how it was made (command, seeds, versions, wall seconds per phase); nested mappings are shown flat.
     """
 
@@ -37,3 +38,8 @@ class RunResult:
     solved: list[dict] = field(default_factory=list)
     stability: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def control(self) -> ControlResult | None:
+        """The knock-out curve as a positive control."""
+        return None if self.knockout is None else positive_control(self.knockout)

@@ -132,6 +132,7 @@ def test_run_from_model_to_report(command, planted, tmp_path, monkeypatch):
     code, out, err = command("run", planted, "--out", tmp_path / "run", "--check-prompts", 2, "--pairs", 1, "--tokens", 160, "--ratio", "3:1")
     assert code == 0
     assert out.splitlines()[0] == "3 of 12 query heads keep full attention (ratio 3:1, rule global); the others can become linear."
+    assert sum(line.startswith("The positive control ") for line in out.splitlines()) == 1 and "The selected heads " in out
     assert out.splitlines()[-1] == str(tmp_path / "run" / "report.html") and (tmp_path / "run" / "report.html").exists()
     assert "scoring heads" in err and "Traceback" not in err  # progress is shown, and on stderr
     record = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -172,6 +173,14 @@ def test_score_resumes_only_when_asked(command, planted, tmp_path, monkeypatch):
     assert HeadScores.load(tmp_path).top(1) == [RETRIEVER] and HeadScores.load(tmp_path).method == "paper"
 
 
+@pytest.mark.parametrize("method", ["attention_mass", "induction"])
+def test_score_by_a_detector(method, command, planted, tmp_path):
+    code, out, err = command("score", planted, "--out", tmp_path, "--capability", "reasoning", "--method", method, "--pairs", 1, "--tokens", 160)
+    assert code == 0 and re.match(r"\d+ of 12 heads carry signal; best: .*L1H2", out) and "Traceback" not in err
+    scores = HeadScores.load(tmp_path)
+    assert scores.method == method and RETRIEVER in scores.top(3) and files_in(tmp_path) == {"head_scores.csv", "scores.json", "effects.safetensors"}
+
+
 def test_similarity_writes_matrices_and_figures(command, planted, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "BROWSERS", ())
     code, out, err = command("similarity", planted, "--out", tmp_path, "--pairs", 1, "--tokens", 160)
@@ -202,7 +211,7 @@ def test_select_says_what_the_choice_costs(command, scores, tmp_path):
         (["--ratio=-1:1"], "ratio '-1:1' is not"),
         (["--ratio", ""], "ratio '' is not"),
         (["--rule", "best"], "rule 'best' is not one of global, global-constrained"),
-        (["--method", "magic"], "method 'magic' is not one of paper, restriction"),
+        (["--method", "magic"], "method 'magic' is not one of restriction, paper, copy_paste, "),
         (["--device", "tpu9"], "device 'tpu9'"),
         (["--device", "cuda:77"], "device 'cuda:77' is not there"),
         (["--dtype", "int8"], "dtype 'int8' is not supported; use one of float32"),

@@ -1,5 +1,7 @@
 """Small results of known content: 4 layers, 6 query heads, 2 KV heads."""
 
+from dataclasses import replace
+
 import pandas as pd
 import torch
 from scipy.stats import binomtest
@@ -54,6 +56,36 @@ def scores(composite: dict[tuple[int, int], float] | None = None, model_id: str 
     for cell, value in (composite or {(3, 4): 1.0, (2, 1): 0.5, (0, 5): 0.3}).items():
         values[cell] = value
     return HeadScores(info(model_id), receivers, values, [])
+
+
+def with_senders() -> HeadScores:
+    """L2H1 and L0H2 act through L3H4, nothing lies behind layer 3."""
+    found = scores()
+
+    def through(label: str, effect: HeadEffects) -> HeadEffects:
+        name, corruption = label.split("/")
+        sent = effects({(2, 1): 0.3, (0, 2): 0.05, (1, 1): -0.2}, name, corruption, effect.capability)
+        sent.per_pair[:, 3] = torch.nan
+        return replace(sent, through="q of L3H4")
+
+    senders = {capability: {label: through(label, effect) for label, effect in probes.items()} for capability, probes in found.receivers.items()}
+    return replace(found, senders=senders)
+
+
+def many_prompts(n: int = 16) -> HeadScores:
+    """The restriction scores of ``n`` prompts: three heads of which every prompt agrees, and noise."""
+    generator = torch.Generator().manual_seed(1)
+    values = 0.02 * torch.randn(n, LAYERS, HEADS, generator=generator)
+    for cell, value in {(3, 4): 0.5, (2, 1): 0.3, (1, 0): -0.2}.items():
+        values[(slice(None), *cell)] += value
+    logits, every = torch.full((n,), 5.0), torch.ones(n, dtype=torch.bool)
+    like = effects({})
+    measured = replace(
+        like, per_pair=values, clean_metric=logits, corrupt_metric=-logits, kept=every, answered=every, mode="restriction", direction="integrated",
+        positions="window 64, sinks 4",
+    )  # fmt: skip
+    found = scores()
+    return replace(found, method="restriction", measured={"retrieval": {"needle/value": measured}}, composite=values.mean(0).where(values.mean(0) > 0.1, 0))
 
 
 def mask(found: HeadScores, k: int = 6) -> HeadMask:

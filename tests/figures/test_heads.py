@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydralens.errors import InputError
-from hydralens.figures import head_heatmap, layer_profile, probe_facets
-from hydralens.figures.findings import gini, half_share, importance, strongest_probe
-from tests.figures.examples import HEADS, KV_HEADS, LAYERS, effects, mask, scores
+from hydralens.figures import head_heatmap, layer_profile, probe_facets, role_maps
+from hydralens.figures.findings import gini, half_share, strength, strongest_probe
+from hydralens.scores import scores_of
+from tests.figures.examples import HEADS, KV_HEADS, LAYERS, effects, info, mask, scores, with_senders
+from tests.test_effects import effects_of
 
 
 def test_the_map_is_layer_by_head_with_layer_0_at_the_top_and_zero_in_the_middle():
@@ -147,6 +149,40 @@ def test_facets_of_probes_that_disagree_say_so():
     assert probe_facets(apart).layout.meta["finding"].startswith("No two of 2 probes have the same strongest head")
 
 
+def test_roles_are_drawn_beside_each_other_on_one_axis():
+    found = with_senders()
+    fig = role_maps(found)
+    left, receiving, right, sending = fig.data
+    assert left.coloraxis == right.coloraxis == "coloraxis"
+    assert left.z[3, 4] == pytest.approx(0.5) and right.z[2, 1] == pytest.approx(0.3) and np.isnan(right.z[3]).all()
+    assert set(zip(receiving.y, receiving.x, strict=True)) == {(3, 4), (2, 1), (0, 5)}
+    assert set(zip(sending.y, sending.x, strict=True)) == {(2, 1), (0, 2)}
+    assert fig.layout.meta["finding"] == "3 heads act on the answer directly and 2 through their queries; 1 does both"
+    assert fig.layout.yaxis.range[0] > fig.layout.yaxis.range[1]
+
+
+def test_roles_without_a_sender_say_so():
+    found = with_senders()
+    silent = {c: {label: replace(effect, per_pair=effect.per_pair * 0) for label, effect in probes.items()} for c, probes in found.senders.items()}
+    assert role_maps(replace(found, senders=silent)).layout.meta["finding"] == "3 heads act on the answer directly; none acts through their queries"
+    with pytest.raises(InputError, match="senders=True"):
+        role_maps(scores())
+
+
+def test_a_path_that_one_capability_lacks_is_that_of_the_other():
+    both = {"a": {"x": effects_of([[[torch.nan, torch.nan]]])}, "b": {"y": effects_of([[[0.25, torch.nan]]])}}
+    torch.testing.assert_close(strength(both), torch.tensor([[0.25, torch.nan]]), equal_nan=True)
+
+
+@pytest.mark.parametrize("draw", [head_heatmap, probe_facets, layer_profile])
+def test_a_detector_called_by_itself_is_drawn_in_its_own_unit(draw):
+    """Its scores have no direct effects."""
+    alone = scores_of(info(), "attention_mass", [replace(effects({(3, 4): 0.4}), mode="attention_mass", direction="none")], [])
+    fig = draw(alone)
+    assert "attention_mass" in fig.layout.meta["caption"] and "direct effect" not in fig.layout.meta["caption"]
+    assert "IE" not in str(fig.to_dict())
+
+
 def test_gini_equals_the_mean_absolute_difference():
     values = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
     naive = [sum(abs(a - b) for a in row for b in row) / (2 * 7 * 7 * (sum(row) / 7)) for row in values.tolist()]
@@ -158,9 +194,9 @@ def test_gini_equals_the_mean_absolute_difference():
 def test_profile_counts_heads_whose_mean_effect_passes_the_threshold():
     found = scores()
     fig = layer_profile(found)
-    expected = importance(found)
+    expected = strength(found.receivers)
     assert float(expected[3, 4]) == pytest.approx(0.5) and float(expected[0, 5]) == pytest.approx(0.15)  # a capability's mean, then the larger
-    assert float(expected[1, 0]) == 0  # negative
+    assert float(expected[1, 0]) == 0  # -0.15 in retrieval, 0 in reasoning
     dots, bars = fig.data
     assert bars.x.tolist() == [1, 0, 1, 1] and bars.y.tolist() == [0, 1, 2, 3]
     assert dots.x[[0, 2, 3]].tolist() == pytest.approx([5 / 6] * 3)

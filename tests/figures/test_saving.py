@@ -10,9 +10,10 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import hydralens.figures.saving as saving
-from hydralens import figures
+from hydralens import figures, statistics
 from hydralens.errors import InputError
-from tests.figures.examples import clear_knockout, clear_preview, heads, layers, scores
+from hydralens.figures.style import finish
+from tests.figures.examples import clear_knockout, clear_preview, heads, layers, many_prompts, scores, with_senders
 
 FIGURES = {
     "head_heatmap": lambda: figures.head_heatmap(scores(model_id="<toy>")),
@@ -20,6 +21,10 @@ FIGURES = {
     "layer_profile": lambda: figures.layer_profile(scores()),
     "knockout_curve": lambda: figures.knockout_curve(clear_knockout()),
     "mask_preview": lambda: figures.mask_preview(clear_preview()),
+    "role_maps": lambda: figures.role_maps(with_senders()),
+    "volcano": lambda: figures.volcano(statistics.pooled(many_prompts())),
+    "pairs_curve": lambda: figures.pairs_curve(statistics.pairs_curve(many_prompts(), 2, n_draws=2)),
+    "stability_matrix": lambda: figures.stability_matrix(statistics.stability({"a": many_prompts(), "b": many_prompts()}, 2)),
     "layer_similarity": lambda: figures.layer_similarity(layers()),
     "head_similarity": lambda: figures.head_similarity(heads(0.3, 0.1)),
 }
@@ -48,6 +53,14 @@ def test_every_figure_is_returned_and_not_shown_and_reads_in_light_and_dark(name
     luminance = ((grey + 0.055) / 1.055) ** 2.4
     assert 1.05 / (luminance + 0.05) > 4.2 and (luminance + 0.05) / 0.05 > 4.2  # on white, on black
     assert "\n" not in fig.layout.meta["finding"] and not fig.layout.meta["finding"].endswith(".")
+
+
+def test_the_title_starts_below_the_upper_edge_however_long_it_is():
+    """Plotly lowers one line by the height of its capitals (0.7 of 16 pixels) and several lines not at all."""
+    short, long = (finish(go.Figure(), finding, "caption", height=100, max_width=500).layout for finding in ("short", "rather long " * 12))
+    assert "<br>" not in short.title.text and long.title.text.count("<br>") == 2
+    assert long.title.pad.t == pytest.approx(short.title.pad.t + 0.7 * 16, abs=1)
+    assert long.margin.t - short.margin.t == 2 * 20 and long.height - short.height == 2 * 20
 
 
 def test_html_opens_offline_beside_one_copy_of_plotly(tmp_path, no_browser):
