@@ -19,18 +19,19 @@ from hydralens.figures.findings import FULL, NONE, PAPER, RANDOM, SELECTED
 from hydralens.figures.saving import save_figures
 from hydralens.files import write_atomically, write_json
 from hydralens.models.lens import LensModel
-from hydralens.patching.restriction import SINKS, WINDOW
+from hydralens.patching.restriction import SINKS, STEPS, WINDOW, completeness_error
 from hydralens.probes import reasoning, retrieval
 from hydralens.report import RunResult, run_figures, write_report
-from hydralens.scores import paper_score
+from hydralens.scores import all_probes, paper_score
 from hydralens.scoring import score_heads
 from hydralens.selection import RULES, heads_for_ratio, select_heads
 from hydralens.similarity import head_similarity, layer_similarity
 from hydralens.statistics import fewest_pairs, split_half
 from hydralens.validation import far_prompts, knockout_curve, mask_preview, random_masks
 
-KNOCKOUTS = (0, 1, 2, 4, 8, 16)  # ranks at which the knock-out curve is read; K, the mask's size, is added
+KNOCKOUTS = (0, 1, 4, 16)  # ranks at which the knock-out curve is read; K, the mask's size, is added
 CHECK_SHAPES = ("niah_single_2", "niah_multikey_1")  # what the checks ask: one needle, and one needle among others
+SENDER_PAIRS = 1  # pairs per probe behind the paper's mask where another method selects; a capability has many probes
 CHECK_SEED = 1_000_003  # added to the seed: the checks' prompts are never those the heads were scored on
 
 
@@ -41,10 +42,10 @@ def run(
     ratio: str = "7:1",
     rule: str = "global",
     method: str = "restriction",
-    n_pairs: int = 6,
+    n_pairs: int = 4,
     n_tokens: int = 256,
     n_check: int = 10,
-    n_draws: int = 3,
+    n_draws: int = 2,
     seed: int = 0,
     verbose: bool = True,
 ) -> RunResult:
@@ -84,7 +85,9 @@ def run(
             far_prompts(model, probe)  # prompts too short for the preview are refused before the long work
     with phase("scores"):
         # A model may solve no reasoning probe; retrieval is what a mask is for.
-        scores = score_heads(model, probes, method=method, senders=True, required=("retrieval",), shards=out / "shards", verbose=verbose)
+        scores = score_heads(
+            model, probes, method=method, senders=None if method == "paper" else SENDER_PAIRS, required=("retrieval",), shards=out / "shards", verbose=verbose
+        )
     mask = select_heads(scores, ratio, rule=rule, seed=seed)
     with phase("similarity"):
         clean = [probe.select([0]) for probe in {probe.name: probe for probe in probes}.values()]  # one prompt of each probe
@@ -103,6 +106,9 @@ def run(
 
     ranked = max(1, min(k, scores.n_with_signal))  # beyond it the order is that of ties, in which halves agree by chance
     arguments = {"ratio": ratio, "rule": rule, "method": method, "n_pairs": n_pairs, "n_tokens": n_tokens, "n_check": n_check, "n_draws": n_draws, "seed": seed}
+    if method == "restriction":
+        errors = [completeness_error(effect) for effect in all_probes(scores.measured).values()]
+        arguments |= {"restriction": {"steps": STEPS, "completeness_error": {"mean": sum(errors) / len(errors), "largest": max(errors)}}}
     result = RunResult(
         model=model.info,
         scores=scores,

@@ -33,7 +33,7 @@ from hydralens.scores import THRESHOLD, HeadScores, all_probes, combine, paper_s
 
 FLOOR = 0.5  # logits (nats for restriction) by which clean must exceed corrupt before a pair's effects mean anything
 MIN_SOLVED = 0.5  # share of a probe's pairs that must pass
-PAIRS_AT_MOST = 3  # pairs per probe that go into senders and into what a method measures itself: a restriction score costs about twelve forwards a pair
+PAIRS_AT_MOST = 3  # pairs per probe that go into what a method measures itself: a restriction score costs about twelve forwards a pair
 METHODS = ("restriction", "paper", *PER_PROBE, *WHOLE)
 
 
@@ -42,7 +42,7 @@ def score_heads(
     probes: Sequence[Probe],
     *,
     method: str = "restriction",
-    senders: bool | None = None,
+    senders: int | None = None,
     required: Collection[str] | None = None,
     floor: float = FLOOR,
     pairs_at_most: int = PAIRS_AT_MOST,
@@ -56,13 +56,14 @@ def score_heads(
     probes left out are listed in ``solved``.
 
     Args:
-        method: what the composite is: ``restriction`` (see ``restriction_effects``, to sinks and 64 positions, or a quarter of the
-            longest prompt if that is less, where that costs the answer at least 0.5 nats), ``paper`` (Eq. 11-12) or a detector. Methods other than ``paper`` see clean prompts only, so one corruption of
-            each used probe is enough for them.
-        senders: also measure effects through the receivers (Eq. 11, ``path_patch``): the q, at the answer positions, of all heads whose direct
-            effect reaches 0.01 on average over a capability's probes; one step back. Default: for ``paper`` only.
+        method: what the composite is: ``restriction`` (see ``restriction_effects``; to sinks and 64 positions, or a quarter of the longest prompt
+            if that is less, where that costs the answer at least 0.5 nats), ``paper`` (Eq. 11-12) or a detector. Methods other than ``paper``
+            see clean prompts only, so one corruption of each used probe is enough for them.
+        senders: pairs of each probe, the first ones that count, on which effects through the receivers are measured (Eq. 11, ``path_patch``): through
+            the q, at the answer positions, of all heads whose direct effect reaches 0.01 on average over a capability's probes; one step back.
+            Default: ``pairs_at_most`` for ``paper``, none otherwise.
         required: capabilities of which at least one probe must be used; default: all that are asked.
-        pairs_at_most: pairs of each probe, the first ones, on which senders and what a method measures itself are measured.
+        pairs_at_most: pairs of each probe, the first ones, on which what a method measures itself is measured.
         shards: a folder for the effects of each finished probe, so that a killed run goes on where it stopped.
 
     Raises:
@@ -91,7 +92,8 @@ def score_heads(
     for capability in dict.fromkeys(probe.capability for probe in probes) if required is None else required:
         if capability not in receivers:
             raise ProbeNotSolvedError(_unsolved(capability, solved))
-    sending = _senders(model, by_label, receivers, floor, pairs_at_most, shards, verbose) if senders or (senders is None and method == "paper") else {}
+    senders = (pairs_at_most if method == "paper" else 0) if senders is None else senders
+    sending = _senders(model, by_label, receivers, floor, senders, shards, verbose) if senders else {}
     scores = HeadScores(
         model=model.info, receivers=receivers, senders=sending, composite=paper_score(receivers, sending), probes=used, solved=solved, method="paper"
     )
@@ -110,7 +112,7 @@ def _senders(
     by_label: Mapping[str, Probe],
     receivers: Mapping[str, Mapping[str, HeadEffects]],
     floor: float,
-    pairs_at_most: int,
+    n_pairs: int,
     shards: Path | None,
     verbose: bool,
 ) -> dict[str, dict[str, HeadEffects]]:
@@ -120,7 +122,7 @@ def _senders(
         strength = torch.stack([effect.values for effect in effects.values()]).mean(0)
         through = [(int(layer), int(head)) for layer, head in (strength >= THRESHOLD).nonzero() if layer > 0]
         for label in tqdm(effects if through else (), desc=f"senders, {capability}", disable=not verbose):
-            probe = by_label[label].select(effects[label].kept.nonzero()[:pairs_at_most, 0])
+            probe = by_label[label].select(effects[label].kept.nonzero()[:n_pairs, 0])
 
             def patch(probe: Probe, through: list[tuple[int, int]] = through) -> HeadEffects:
                 return _counted(path_patch(model, probe, through, "q", min_span=0), floor)

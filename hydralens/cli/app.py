@@ -55,7 +55,7 @@ def run(
     ratio: Ratio = "7:1",
     rule: Rule = "global",
     method: Method = "restriction",
-    pairs: Pairs = 6,
+    pairs: Pairs = 4,
     tokens: Tokens = 256,
     check_prompts: Annotated[int, typer.Option("--check-prompts", min=1, help="Prompts per task in the knock-out curve and the mask preview.")] = 10,
     seed: Seed = 0,

@@ -94,10 +94,8 @@ def restriction_effects(
 
 
 def completeness_error(effects: HeadEffects) -> float:
-    """How far the scores are from summing to the metric's change, all restricted to all full: relative, over the kept pairs together."""
-    change = (effects.clean_metric - effects.corrupt_metric)[effects.kept]
-    explained = effects.per_pair.sum((1, 2))[effects.kept] * change
-    return float((explained - change).sum().abs() / change.sum().abs())
+    """How far the scores are from summing to the metric's change, all restricted to all full: relative, mean absolute over the kept pairs."""
+    return float((effects.per_pair.sum((1, 2))[effects.kept] - 1).abs().mean())
 
 
 def gated_run(
