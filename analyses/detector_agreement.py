@@ -45,7 +45,7 @@ def score_all(model: LensModel, folder: Path, n_pairs: int, n_tokens: int, seed:
     paper = scores["paper"]
     scores["direct"] = _with(paper, "direct", paper_score(paper.receivers, {}))
     if not (folder / "total" / "scores.json").exists():
-        used = [probe for probe in probes if f"{probe.name}/{probe.corruption}" in paper.receivers["retrieval"]]
+        used = [probe for probe in probes if probe.label in paper.receivers["retrieval"]]
         effects = [attribution_patch(model, probe.select([0, 1]), "z", verbose=True) for probe in used]
         scores_of(model.info, "total", effects, []).save(folder / "total")
     scores["total"] = HeadScores.load(folder / "total")

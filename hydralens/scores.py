@@ -1,7 +1,8 @@
 """``HeadScores``: what each head is worth per probe, per capability and overall, with the effects behind it."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hydralens.errors import InputError
 from hydralens.files import write_atomically, write_json
 from hydralens.models.info import ModelInfo
 from hydralens.patching.effects import HeadEffects
+from hydralens.probes.base import Probe
 
 THRESHOLD = 0.01  # an effect above this makes a head count for a probe (HydraHead section 1.5)
 
@@ -207,6 +209,26 @@ def mean_score(measured: Effects, drop_negative: bool = False) -> Float[Tensor, 
 def combine(method: str, receivers: Effects, senders: Effects, measured: Effects) -> Float[Tensor, "layer head"]:
     """The composite of a method from the effects it is made of."""
     return mean_score(measured, drop_negative=method == "restriction") if measured else paper_score(receivers, senders)
+
+
+def by_label(probes: Sequence[Probe]) -> dict[str, Probe]:
+    """Label -> probe.
+
+    Raises:
+        InputError: no probes, or labels that would hide one another.
+    """
+    if not probes:
+        raise InputError("no probes to score with; make some with hydralens.probes.retrieval(model)")
+    label, n = Counter(probe.label for probe in probes).most_common(1)[0]
+    if n > 1:
+        raise InputError(f"{n} probes are called {label}; give each probe its own name")
+    return {probe.label: probe for probe in probes}
+
+
+def describe(probe: Probe, n_pairs: int, direction: str, metric: str) -> dict:
+    """The entry of a probe as ``HeadScores.probes`` and ``head_mask.json`` hold it."""
+    about = {"name": probe.label, "capability": probe.capability, "n_pairs": n_pairs, "n_tokens": probe.n_tokens, "seed": probe.seed}
+    return about | {"direction": direction, "metric": metric}
 
 
 def scores_of(model: ModelInfo, method: str, effects: Iterable[HeadEffects], probes: list[dict]) -> HeadScores:

@@ -7,7 +7,6 @@ other methods are the detectors of ``hydralens.detectors``.
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
 from hydralens.detectors import PER_PROBE, WHOLE
-from hydralens.errors import InputError, ProbeNotSolvedError, check_word
+from hydralens.errors import ProbeNotSolvedError, check_word
 from hydralens.files import write_atomically
 from hydralens.models.lens import LensModel
 from hydralens.patching.activation import activation_patch
@@ -29,7 +28,7 @@ from hydralens.patching.metric import DECAY
 from hydralens.patching.path import path_patch
 from hydralens.patching.restriction import SINKS, WINDOW, restriction_effects
 from hydralens.probes.base import Probe
-from hydralens.scores import THRESHOLD, HeadScores, all_probes, combine, paper_score
+from hydralens.scores import THRESHOLD, HeadScores, all_probes, by_label, combine, describe, paper_score
 
 FLOOR = 0.5  # logits (nats for restriction) by which clean must exceed corrupt before a pair's effects mean anything
 MIN_SOLVED = 0.5  # share of a probe's pairs that must pass
@@ -71,16 +70,11 @@ def score_heads(
         ProbeNotSolvedError: no probe of a required capability is used, or restriction costs no probe enough; nothing is scored.
     """
     check_word("method", method, METHODS)
-    if not probes:
-        raise InputError("no probes to score with; make some with hydralens.probes.retrieval(model)")
-    by_label = {f"{probe.name}/{probe.corruption}": probe for probe in probes}
-    if len(by_label) < len(probes):
-        label, n = Counter(f"{probe.name}/{probe.corruption}" for probe in probes).most_common(1)[0]
-        raise InputError(f"{n} probes are called {label}; give each probe its own name")
+    labelled = by_label(probes)
     shards = None if shards is None else Path(shards)
     receivers: dict[str, dict[str, HeadEffects]] = {}
     used, solved = [], []
-    for label, probe in tqdm(by_label.items(), desc="scoring heads", disable=not verbose):
+    for label, probe in tqdm(labelled.items(), desc="scoring heads", disable=not verbose):
         # Which pairs count is decided here, so activation_patch drops none.
         effect = _sharded(model, probe, f"direct {floor}", shards, lambda probe: _counted(activation_patch(model, probe, min_span=0), floor))
         enough = effect.n_pairs >= max(1, MIN_SOLVED * probe.n_pairs)
@@ -88,18 +82,18 @@ def score_heads(
         solved.append(about | {"n_pairs": probe.n_pairs, "n_solved": effect.n_pairs, "used": enough})
         if enough:
             receivers.setdefault(probe.capability, {})[label] = effect
-            used.append(_describe(label, probe, effect.n_pairs))
+            used.append(describe(probe, effect.n_pairs, "noise", f"logit difference, decay {DECAY}"))
     for capability in dict.fromkeys(probe.capability for probe in probes) if required is None else required:
         if capability not in receivers:
             raise ProbeNotSolvedError(_unsolved(capability, solved))
     senders = (pairs_at_most if method == "paper" else 0) if senders is None else senders
-    sending = _senders(model, by_label, receivers, floor, senders, shards, verbose) if senders else {}
+    sending = _senders(model, labelled, receivers, floor, senders, shards, verbose) if senders else {}
     scores = HeadScores(
         model=model.info, receivers=receivers, senders=sending, composite=paper_score(receivers, sending), probes=used, solved=solved, method="paper"
     )
     if method == "paper":
         return scores
-    clean = [probe.select(list(range(min(probe.n_pairs, pairs_at_most)))) for probe in _one_per_name([by_label[label] for label in all_probes(receivers)])]
+    clean = [probe.select(list(range(min(probe.n_pairs, pairs_at_most)))) for probe in _one_per_name([labelled[label] for label in all_probes(receivers)])]
     if method in WHOLE:
         whole = WHOLE[method](model, clean)
         return replace(scores, measured=whole.measured, composite=whole.composite, probes=whole.probes, method=method)
@@ -109,7 +103,7 @@ def score_heads(
 
 def _senders(
     model: LensModel,
-    by_label: Mapping[str, Probe],
+    labelled: Mapping[str, Probe],
     receivers: Mapping[str, Mapping[str, HeadEffects]],
     floor: float,
     n_pairs: int,
@@ -122,7 +116,7 @@ def _senders(
         strength = torch.stack([effect.values for effect in effects.values()]).mean(0)
         through = [(int(layer), int(head)) for layer, head in (strength >= THRESHOLD).nonzero() if layer > 0]
         for label in tqdm(effects if through else (), desc=f"senders, {capability}", disable=not verbose):
-            probe = by_label[label].select(effects[label].kept.nonzero()[:n_pairs, 0])
+            probe = labelled[label].select(effects[label].kept.nonzero()[:n_pairs, 0])
 
             def patch(probe: Probe, through: list[tuple[int, int]] = through) -> HeadEffects:
                 return _counted(path_patch(model, probe, through, "q", min_span=0), floor)
@@ -139,16 +133,15 @@ def _measured(
     used = []
     window = max(1, min(WINDOW, max(probe.n_tokens for probe in probes) // 4))
     for probe in tqdm(probes, desc=method, disable=not verbose):
-        label = f"{probe.name}/{probe.corruption}"
         if method == "restriction":
             effect = _sharded(model, probe, f"restriction {window}", shards, lambda probe: _counted(restriction_effects(model, probe, window=window), FLOOR))
-            about = {"direction": "restriction", "metric": f"log-probability, {effect.positions}"}
+            how = ("restriction", f"log-probability, {effect.positions}")
         else:
             effect = _sharded(model, probe, method, shards, lambda probe: PER_PROBE[method](model, probe))
-            about = {"direction": effect.direction, "metric": method}
+            how = (effect.direction, method)
         if effect.n_pairs >= max(1, MIN_SOLVED * len(effect.kept)):
-            measured.setdefault(probe.capability, {})[label] = effect
-            used.append(_describe(label, probe, effect.n_pairs) | about)
+            measured.setdefault(probe.capability, {})[probe.label] = effect
+            used.append(describe(probe, effect.n_pairs, *how))
     if not measured:
         raise ProbeNotSolvedError(
             f"restricting every head to {SINKS} sinks and {WINDOW} positions costs the answer less than {FLOOR} nats in every probe; "
@@ -202,8 +195,3 @@ def _key(model: LensModel, probe: Probe, settings: str) -> str:
     for tensor in (probe.clean, probe.corrupt, probe.attention_mask, probe.answer, probe.foil, probe.read_positions, probe.needle_span):
         digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def _describe(label: str, probe: Probe, n_pairs: int) -> dict:
-    about = {"name": label, "capability": probe.capability, "n_pairs": n_pairs, "n_tokens": probe.n_tokens, "seed": probe.seed}
-    return about | {"direction": "noise", "metric": f"logit difference, decay {DECAY}"}

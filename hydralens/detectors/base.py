@@ -11,14 +11,14 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from hydralens.errors import InputError, ProbeNotSolvedError
+from hydralens.errors import ProbeNotSolvedError
 from hydralens.models.info import ModelInfo
 from hydralens.models.lens import LensModel
 from hydralens.patching.effects import HeadEffects
 from hydralens.patching.pairs import Pair, unpad
 from hydralens.probes.base import Probe
 from hydralens.probes.solving import lead
-from hydralens.scores import HeadScores, scores_of
+from hydralens.scores import HeadScores, by_label, describe, scores_of
 
 # One pair: every head's score, and the final residual stream at the read positions.
 OfPair = Callable[[Pair], tuple[Float[Tensor, "layer head"], Float[Tensor, "read d_model"]]]
@@ -48,7 +48,7 @@ def effects_of(
     model.warn_of_bypassed_hooks()
     anatomy = model.anatomy
     per_pair, leads, metrics = [], [], []
-    for index in tqdm(range(probe.n_pairs), desc=f"{method}: {probe.name}/{probe.corruption}", disable=not verbose, leave=False):
+    for index in tqdm(range(probe.n_pairs), desc=f"{method}: {probe.label}", disable=not verbose, leave=False):
         pair = unpad(probe, index, model.device)
         values, final = of_pair(pair)
         per_pair.append(values.float().cpu())
@@ -81,33 +81,12 @@ def over_probes(model: LensModel, probes: Sequence[Probe], method: str, effects:
         InputError: no probes, or two of one name and corruption.
         ProbeNotSolvedError: the model answers no pair of any probe.
     """
-    check_probes(method, probes)
-    measured = [(probe, effects(probe)) for probe in probes]
+    measured = [(probe, effects(probe)) for probe in by_label(probes).values()]
     used = [(probe, effect) for probe, effect in measured if effect.kept.any()]
     if not used:
         asked = sum(probe.n_pairs for probe in probes)
         raise ProbeNotSolvedError(f"{method}: the model answers 0 of {asked} pairs; use shorter prompts (n_tokens), other probes or another model")
-    return scores_of(model.info, method, [effect for _, effect in used], [about(method, probe, effect.n_pairs) for probe, effect in used])
-
-
-def check_probes(method: str, probes: Sequence[Probe]) -> None:
-    """Refuse an empty list, and names that would hide one another.
-
-    Raises:
-        InputError: says which.
-    """
-    if not probes:
-        raise InputError(f"{method}: no probes to score with; make some with hydralens.probes.retrieval(model)")
-    labels = [f"{probe.name}/{probe.corruption}" for probe in probes]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise InputError(f"{labels.count(label)} probes are called {label}; give each probe its own name")
-
-
-def about(method: str, probe: Probe, n_pairs: int) -> dict:
-    """The entry of a probe as ``HeadScores.probes`` and ``head_mask.json`` hold it."""
-    entry = {"name": f"{probe.name}/{probe.corruption}", "capability": probe.capability, "n_pairs": n_pairs, "n_tokens": probe.n_tokens, "seed": probe.seed}
-    return entry | {"direction": "none", "metric": method}
+    return scores_of(model.info, method, [effect for _, effect in used], [describe(probe, effect.n_pairs, "none", method) for probe, effect in used])
 
 
 def whole_effects(

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from hydralens.detectors.base import about, check_probes, whole_effects
+from hydralens.detectors.base import whole_effects
 from hydralens.errors import InputError
 from hydralens.mask_formats import read_duo_gates
 from hydralens.models.forward import trace
@@ -17,7 +17,7 @@ from hydralens.models.lens import LensModel
 from hydralens.patching.pairs import unpad
 from hydralens.patching.restriction import SINKS, WINDOW, gated_run
 from hydralens.probes.base import Probe
-from hydralens.scores import HeadScores, scores_of
+from hydralens.scores import HeadScores, by_label, describe, scores_of
 
 LEARNING_RATE, L1 = 0.02, 0.05
 CHECKPOINT_FROM = 2048  # prompts of this many tokens recompute each layer in the backward pass
@@ -52,14 +52,14 @@ def duo_attention(
     Raises:
         InputError: no probes, two of one name and corruption, or ``steps`` is not positive.
     """
-    check_probes("duo_attention", probes)
+    probes = list(by_label(probes).values())
     if steps < 1:
         raise InputError(f"steps is {steps}; give a positive number")
     gates = _train(model, probes, steps, lr, l1, window, sinks, seed, verbose)
     per_query_head = gates.repeat_interleave(model.info.group, -1)[None]
     capability = "+".join(dict.fromkeys(probe.capability for probe in probes))
     effects = whole_effects(model.info, "duo_attention", per_query_head, "gate", "answer", "all", capability)
-    return scores_of(model.info, "duo_attention", [effects], [about("duo_attention", probe, probe.n_pairs) for probe in probes])
+    return scores_of(model.info, "duo_attention", [effects], [describe(probe, probe.n_pairs, "none", "duo_attention") for probe in probes])
 
 
 def read_duo_attention(path: str | Path, model: LensModel | ModelInfo) -> HeadScores:

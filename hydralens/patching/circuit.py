@@ -76,7 +76,7 @@ def trace_circuit(
     direct = activation_patch(model, probe, batch_tokens=batch_tokens, verbose=verbose)
     found = _passing(direct.values, threshold)
     if not found:
-        raise InputError(f"no head of {probe.name}/{probe.corruption} has a direct effect of {threshold:g} or more; lower the threshold")
+        raise InputError(f"no head of {probe.label} has a direct effect of {threshold:g} or more; lower the threshold")
     rounds, effects = [list(found)], dict(found)
     edges = [{"sender": _name(head), "receiver": LOGITS, "input": "z", "effect": effect, "round": 0} for head, effect in found.items()]
     exhausted = False
@@ -100,7 +100,7 @@ def trace_circuit(
         effects |= new
     known = {_name(head) for head in effects}
     table = pd.DataFrame([edge for edge in edges if edge["sender"] in known])
-    return Circuit(rounds, effects, table, threshold, exhausted, f"{probe.name}/{probe.corruption}", direct.n_pairs, model.info.n_layers)
+    return Circuit(rounds, effects, table, threshold, exhausted, probe.label, direct.n_pairs, model.info.n_layers)
 
 
 def _passing(values, threshold: float) -> dict[tuple[int, int], float]:

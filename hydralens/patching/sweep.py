@@ -57,7 +57,7 @@ def sweep(
     per_pair = torch.full((probe.n_pairs, *shape), torch.nan)
     baselines = torch.full((2, probe.n_pairs), torch.nan)
     answered = torch.zeros(probe.n_pairs, dtype=torch.bool)
-    for index in tqdm(range(probe.n_pairs), desc=f"{probe.name}/{probe.corruption}", disable=not verbose, leave=False):
+    for index in tqdm(range(probe.n_pairs), desc=probe.label, disable=not verbose, leave=False):
         pair = unpad(probe, index, model.device)
 
         def measure(residual: Float[Tensor, "row n d_model"], pair: Pair = pair) -> Float[Tensor, "row"]:

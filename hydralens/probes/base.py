@@ -80,6 +80,11 @@ class Probe:
             raise InputError(f"probe {self.name}: a read position lies on padding")
 
     @property
+    def label(self) -> str:
+        """``name/corruption``, by which results call the probe."""
+        return f"{self.name}/{self.corruption}"
+
+    @property
     def n_pairs(self) -> int:
         return self.clean.shape[0]
 

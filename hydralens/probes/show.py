@@ -25,7 +25,7 @@ class Piece:
 
 
 def headline(probe: "Probe") -> str:
-    return f"{probe.name}/{probe.corruption} ({probe.capability}): {probe.n_pairs} pairs of {probe.n_tokens} tokens, seed {probe.seed}"
+    return f"{probe.label} ({probe.capability}): {probe.n_pairs} pairs of {probe.n_tokens} tokens, seed {probe.seed}"
 
 
 def as_text(probe: "Probe", pair: int, color: bool, elide: bool) -> str:

@@ -101,7 +101,7 @@ def test_the_answer_may_be_shorter_in_one_pair_than_in_another():
 def test_wrong_probes_are_refused():
     hf = tiny_hf("llama")
     model, probe = wrap_model(hf), answered_probe(hf)
-    with pytest.raises(InputError, match="copy_paste: no probes to score with"):
+    with pytest.raises(InputError, match="no probes to score with"):
         detectors.copy_paste(model, [])
     with pytest.raises(InputError, match="2 probes are called random/value; give each probe its own name"):
         detectors.headkv(model, [probe, probe])

@@ -90,7 +90,7 @@ def test_published_gates_become_query_head_scores(tmp_path):
 
 def test_training_needs_probes_and_steps():
     model = wrap_model(tiny_hf("llama"))
-    with pytest.raises(InputError, match="duo_attention: no probes"):
+    with pytest.raises(InputError, match="no probes"):
         duo_attention(model, [])
     with pytest.raises(InputError, match="steps is 0; give a positive number"):
         duo_attention(model, [random_probe()], steps=0)
