@@ -32,7 +32,7 @@ from hydralens.scores import THRESHOLD, HeadScores, all_probes, by_label, combin
 
 FLOOR = 0.5  # logits (nats for restriction) by which clean must exceed corrupt before a pair's effects mean anything
 MIN_SOLVED = 0.5  # share of a probe's pairs that must pass
-PAIRS_AT_MOST = 3  # pairs per probe that go into what a method measures itself: a restriction score costs about twelve forwards a pair
+PAIRS_AT_MOST = 3  # pairs per probe that go into what a method measures itself: a restriction score costs about fifteen forwards a pair
 METHODS = ("restriction", "paper", *PER_PROBE, *WHOLE)
 
 
@@ -62,7 +62,7 @@ def score_heads(
             the q, at the answer positions, of all heads whose direct effect reaches 0.01 on average over a capability's probes; one step back.
             Default: ``pairs_at_most`` for ``paper``, none otherwise.
         required: capabilities of which at least one probe must be used; default: all that are asked.
-        pairs_at_most: pairs of each probe, the first ones, on which what a method measures itself is measured.
+        pairs_at_most: pairs of each probe, the first ones that count, on which what a method measures itself is measured.
         shards: a folder for the effects of each finished probe, so that a killed run goes on where it stopped.
 
     Raises:
@@ -93,7 +93,8 @@ def score_heads(
     )
     if method == "paper":
         return scores
-    clean = [probe.select(list(range(min(probe.n_pairs, pairs_at_most)))) for probe in _one_per_name([labelled[label] for label in all_probes(receivers)])]
+    counted = {label: labelled[label].select(effect.kept.nonzero()[:pairs_at_most, 0]) for label, effect in all_probes(receivers).items()}
+    clean = _one_per_name(list(counted.values()))
     if method in WHOLE:
         whole = WHOLE[method](model, clean)
         return replace(scores, measured=whole.measured, composite=whole.composite, probes=whole.probes, method=method)
@@ -134,7 +135,9 @@ def _measured(
     window = max(1, min(WINDOW, max(probe.n_tokens for probe in probes) // 4))
     for probe in tqdm(probes, desc=method, disable=not verbose):
         if method == "restriction":
-            effect = _sharded(model, probe, f"restriction {window}", shards, lambda probe: _counted(restriction_effects(model, probe, window=window), FLOOR))
+            effect = _sharded(
+                model, probe, f"restriction {window}", shards, lambda probe: _counted(restriction_effects(model, probe, window=window, min_span=FLOOR), FLOOR)
+            )
             how = ("restriction", f"log-probability, {effect.positions}")
         else:
             effect = _sharded(model, probe, method, shards, lambda probe: PER_PROBE[method](model, probe))

@@ -94,7 +94,7 @@ def _train(
         order = order or torch.randperm(len(pairs), generator=generator).tolist()
         index = order.pop()
         pair, target = pairs[index], targets[index]
-        run = gated_run(anatomy, pair.clean[None], gates.repeat_interleave(anatomy.group, -1), window, sinks, len(pair.clean) >= CHECKPOINT_FROM)
+        run = gated_run(anatomy, pair.clean[None], gates.repeat_interleave(anatomy.group, -1)[None], window, sinks, len(pair.clean) >= CHECKPOINT_FROM)
         loss = (hidden(run[0, pair.read]) - target).square().mean() + l1 * gates.abs().mean()
         gates.grad = torch.autograd.grad(loss, gates)[0]
         optimizer.step()

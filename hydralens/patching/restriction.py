@@ -3,6 +3,9 @@
 ``restricted_attention`` applies it to the heads outside a mask; ``restriction_effects`` scores every head by what it would cost.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -11,12 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from hydralens.models.anatomy import Anatomy, Layer
 from hydralens.models.forward import Attention, attend, attend_as
 from hydralens.models.lens import LensModel
+from hydralens.patching.batching import in_batches
 from hydralens.patching.effects import HeadEffects
 from hydralens.patching.pairs import unpad
+from hydralens.patching.sweep import default_batch_tokens
 from hydralens.probes.base import Probe
 
 WINDOW, SINKS = 64, 4  # a restricted head sees the last 64 positions, its own included, and the first 4
-STEPS = 5  # midpoints of the path from restricted to full
+STEPS = 4  # equal steps of the path from restricted to full, before any is halved
+TOLERANCE = 0.05  # of the metric's change, by which the scores of a pair may miss it
+MAX_NODES = 129  # points of the path at which halving ends, whatever is missing
 
 
 def restricted_attention(anatomy: Anatomy, keep: Bool[Tensor, "... layer head"], window: int = WINDOW, sinks: int = SINKS) -> Attention:
@@ -34,19 +41,32 @@ def restricted_attention(anatomy: Anatomy, keep: Bool[Tensor, "... layer head"],
 
 
 def restriction_effects(
-    model: LensModel, probe: Probe, *, steps: int = STEPS, window: int = WINDOW, sinks: int = SINKS, checkpoint_from: int = 2048
+    model: LensModel,
+    probe: Probe,
+    *,
+    steps: int = STEPS,
+    tolerance: float = TOLERANCE,
+    window: int = WINDOW,
+    sinks: int = SINKS,
+    min_span: float = 1e-3,
+    checkpoint_from: int = 2048,
 ) -> HeadEffects:
     """What restricting each head costs the answer, for all heads at once: integrated gradients over a gate per head.
 
     Every head is ``z(a) = a * full + (1 - a) * restricted``, both from the same q, k, v. With all gates on the common path from 0
-    to 1, a head's score is the gradient of the metric (log-probability of the first answer token) with respect to its gate, averaged
-    over ``steps`` midpoints of the path and divided by what restricting every head costs, m(1) - m(0). By completeness the scores of
-    a pair sum to 1; ``completeness_error`` says how nearly.
+    to 1, a head's score is the integral of the metric's gradient (log-probability of the first answer token) with respect to its gate,
+    divided by what restricting every head costs, m(1) - m(0). By completeness the scores of a pair sum to 1. The metric itself is
+    known wherever its gradient is, so every step of the path shows its own error, and the worst are halved until the sum of the scores
+    is within ``tolerance``. ``completeness_error`` says what is left.
 
-    Only the clean prompts are run: ``steps`` forwards and backwards and two forwards a pair.
+    Only the clean prompts are run, each at five points of the path or more: a forward and a backward for every point. A model whose
+    answer comes about gradually needs few (SmolLM2-135M seven on average), one in which it tips over needs many (Gemma 3 270M about fifty).
 
     Args:
+        steps: equal steps to begin with.
+        tolerance: of a pair's sum; the steps' own errors, which cancel in part, may together be twice that.
         window, sinks: a restricted head sees the last ``window`` positions, its own included, and the first ``sinks``.
+        min_span: pairs whose |m(1) - m(0)| is smaller are not kept, and no step of theirs is halved.
         checkpoint_from: prompts of this many tokens or more recompute each layer in the backward pass, so that memory does not
             grow with the number of layers times positions.
 
@@ -59,21 +79,22 @@ def restriction_effects(
     ends, answered = torch.full((2, probe.n_pairs), torch.nan), torch.zeros(probe.n_pairs, dtype=torch.bool)
     for index in range(probe.n_pairs):
         pair = unpad(probe, index, model.device)
-        tokens, read = pair.clean[None, : int(pair.read[0]) + 1], int(pair.read[0])
+        read, answer = int(pair.read[0]), pair.answer[0]
+        tokens = pair.clean[None, : read + 1]
 
-        def measure(run: Float[Tensor, "1 1 d_model"], answer: Int[Tensor, ""] = pair.answer[0]) -> Float[Tensor, ""]:
-            return anatomy.logits(run[0, 0]).log_softmax(-1)[answer]
+        def slopes(at: Float[Tensor, "node"], tokens: Tensor = tokens, answer: Tensor = answer) -> Float[Tensor, "node 2+layer*head"]:
+            """With all gates at ``at``: the metric, whether the answer is chosen, and the metric's gradient."""
+            gates = at.to(model.device)[:, None, None].repeat(1, anatomy.n_layers, anatomy.n_heads).requires_grad_()
+            logits = anatomy.logits(gated_run(anatomy, tokens.expand(len(at), -1), gates, window, sinks, tokens.shape[1] >= checkpoint_from)[:, -1])
+            metric, right = logits.log_softmax(-1)[:, answer], logits.argmax(-1) == answer
+            gradient = torch.autograd.grad(metric.sum(), gates)[0]
+            return torch.cat([metric.detach()[:, None], right[:, None], gradient.flatten(1)], 1).float().cpu()
 
-        gradient = torch.zeros(anatomy.n_layers, anatomy.n_heads, device=model.device)
-        for step in range(steps):
-            gates = torch.full_like(gradient, (step + 0.5) / steps, requires_grad=True)
-            metric = measure(gated_run(anatomy, tokens, gates, window, sinks, len(tokens[0]) >= checkpoint_from)[:, read:])
-            gradient += torch.autograd.grad(metric, gates)[0] / steps
-        with torch.no_grad():
-            whole, narrow = (gated_run(anatomy, tokens, torch.full_like(gradient, a), window, sinks, False)[:, read:] for a in (1.0, 0.0))
-            ends[:, index] = torch.stack((measure(whole), measure(narrow))).float().cpu()
-            answered[index] = bool(anatomy.logits(whole[0, 0]).argmax() == pair.answer[0])
-        per_pair[index] = gradient.float().cpu() / (ends[0, index] - ends[1, index])
+        rows = max(1, default_batch_tokens(model) // len(tokens[0]))
+        path = _refined(lambda at, slopes=slopes, rows=rows: in_batches(slopes, at, rows), steps, tolerance, min_span)
+        ends[:, index], answered[index] = path.metric[[-1, 0]], bool(path.right[-1])
+        if path.change.abs() >= min_span:
+            per_pair[index] = path.integral.reshape(anatomy.n_layers, anatomy.n_heads) / path.change
     return HeadEffects(
         per_pair=per_pair,
         component="gate",
@@ -82,7 +103,7 @@ def restriction_effects(
         positions=f"window {window}, sinks {sinks}",
         clean_metric=ends[0],
         corrupt_metric=ends[1],
-        kept=ends[0] > ends[1],
+        kept=(ends[0] - ends[1]).abs() >= min_span,
         answered=answered,
         n_heads=anatomy.n_heads,
         n_kv_heads=anatomy.n_kv_heads,
@@ -93,25 +114,71 @@ def restriction_effects(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Path:
+    """Points from 0 to 1 with the metric at each, whether the answer is chosen there, and the metric's gradient."""
+
+    at: Float[Tensor, "node"]
+    metric: Float[Tensor, "node"]
+    right: Float[Tensor, "node"]
+    gradient: Float[Tensor, "node head"]
+
+    @property
+    def change(self) -> Float[Tensor, ""]:
+        return self.metric[-1] - self.metric[0]
+
+    @property
+    def areas(self) -> Float[Tensor, "step head"]:
+        """The gradient integrated over each step by the trapezoidal rule."""
+        return (self.gradient[1:] + self.gradient[:-1]) / 2 * self.at.diff()[:, None]
+
+    @property
+    def integral(self) -> Float[Tensor, "head"]:
+        return self.areas.sum(0)
+
+    @property
+    def errors(self) -> Float[Tensor, "step"]:
+        """By how much the integrals over a step exceed the metric's change over it."""
+        return self.areas.sum(1) - self.metric.diff()
+
+
+def _refined(slopes: Callable[[Float[Tensor, "node"]], Float[Tensor, "node 2+head"]], steps: int, tolerance: float, min_span: float) -> _Path:
+    """Equal steps, then again and again the worst ones halved: the fewest that leave the others within half of what is allowed."""
+    at = torch.linspace(0, 1, steps + 1)
+    values = slopes(at)
+    while True:
+        path = _Path(at, values[:, 0], values[:, 1], values[:, 2:])
+        error, change = path.errors, path.change.abs()
+        allowed = tolerance * change
+        if change < min_span or len(at) >= MAX_NODES or (error.sum().abs() <= allowed and error.abs().sum() <= 2 * allowed):
+            return path
+        worst, order = error.abs().sort(descending=True)
+        left = worst.sum() - worst.cumsum(0)  # after halving the first, the first two, ...
+        split = order[: int((left > allowed).sum()) + 1][: MAX_NODES - len(at)]
+        middles = (at[split] + at[split + 1]) / 2
+        at, place = torch.cat([at, middles]).sort()
+        values = torch.cat([values, slopes(middles)])[place]
+
+
 def completeness_error(effects: HeadEffects) -> float:
     """How far the scores are from summing to the metric's change, all restricted to all full: relative, mean absolute over the kept pairs."""
     return float((effects.per_pair.sum((1, 2))[effects.kept] - 1).abs().mean())
 
 
 def gated_run(
-    anatomy: Anatomy, tokens: Int[Tensor, "1 pos"], gates: Float[Tensor, "layer head"], window: int, sinks: int, save_memory: bool
-) -> Float[Tensor, "1 pos d_model"]:
+    anatomy: Anatomy, tokens: Int[Tensor, "row pos"], gates: Float[Tensor, "row layer head"], window: int, sinks: int, save_memory: bool
+) -> Float[Tensor, "row pos d_model"]:
     """Final residual stream with every head between full (gate 1) and restricted (gate 0) attention."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     residual = anatomy.embed(tokens, positions)
     ropes = anatomy.rope(residual, positions)
 
-    def run_layer(layer: Layer, residual: Tensor, gate: Float[Tensor, "head"]) -> Tensor:
+    def run_layer(layer: Layer, residual: Tensor, gate: Float[Tensor, "row head"]) -> Tensor:
         q, k, v = layer.project(residual, ropes[layer.rope_kind])
         full, restricted = both_attentions(layer, q, k, v, window, sinks)
-        return layer.feed(residual + layer.write(torch.lerp(restricted, full, gate[:, None].to(full.dtype))))
+        return layer.feed(residual + layer.write(torch.lerp(restricted, full, gate[:, None, :, None].to(full.dtype))))
 
-    for layer, gate in zip(anatomy.layers, gates, strict=True):
+    for layer, gate in zip(anatomy.layers, gates.unbind(1), strict=True):
         residual = checkpoint(run_layer, layer, residual, gate, use_reentrant=False) if save_memory else run_layer(layer, residual, gate)
     return residual
 
