@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 
 import hydralens as hl
+from hydralens.environment import made_with
 from hydralens.errors import InputError
 from hydralens.files import write_atomically, write_text
 from hydralens.models.lens import LensModel
@@ -80,9 +81,9 @@ def measure(model: LensModel, masks: dict[tuple[str, str], torch.Tensor], n_quer
     return pd.DataFrame(rows)
 
 
-def as_markdown(model: LensModel, found: pd.DataFrame, command: str) -> str:
+def as_markdown(model: LensModel, found: pd.DataFrame) -> str:
     note = "Accuracy [95 % interval]; behind it, in brackets, the default's accuracy minus this one's on the same prompts."
-    lines = [f"# Masks: {model.info.id}", "", f"`{command}`", "", note, ""]
+    lines = [f"# Masks: {model.info.id}", "", made_with(model), "", note, ""]
     by = found.set_index(["ratio", "method", "needles"])
 
     def cell(ratio: str, method: str, needles: int) -> str:
@@ -119,7 +120,7 @@ def main() -> None:
     model = hl.load_model(args.model, dtype=args.dtype)
     found = measure(model, masks_of(scores, model.info.n_layers, model.info.n_heads), args.queries, args.tokens, args.seed)
     write_atomically(args.out / "masks.csv", lambda path: found.to_csv(path, index=False, float_format="%.4g"))
-    text = as_markdown(model, found, " ".join(["python", *sys.argv]))
+    text = as_markdown(model, found)
     write_text(args.out / "masks.md", text)
     print(text)
 

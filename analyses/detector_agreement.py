@@ -20,6 +20,7 @@ import torch
 from scipy.stats import spearmanr
 
 import hydralens as hl
+from hydralens.environment import made_with
 from hydralens.errors import InputError
 from hydralens.files import write_atomically, write_text
 from hydralens.models.lens import LensModel
@@ -82,13 +83,13 @@ def damage(model: LensModel, scores: dict[str, HeadScores], n_queries: int, n_to
     return pd.DataFrame(rows)
 
 
-def as_markdown(model: LensModel, pairs: pd.DataFrame, broken: pd.DataFrame, command: str) -> str:
+def as_markdown(model: LensModel, pairs: pd.DataFrame, broken: pd.DataFrame) -> str:
     k = int(pairs["k"].iloc[0])
     methods = list(dict.fromkeys(pairs["a"]))
     lines = [
         f"# Detectors and causal effects: {model.info.id}",
         "",
-        f"`{command}`",
+        made_with(model),
         "",
         f"## Overlap of the top {k} heads (below) and Spearman over all (above)",
         "",
@@ -130,7 +131,7 @@ def main() -> None:
     broken = damage(model, scores, args.queries, args.tokens, args.pairs, args.seed)
     for name, frame in (("agreement", pairs), ("damage", broken)):
         write_atomically(args.out / f"{name}.csv", lambda path, frame=frame: frame.to_csv(path, index=False, float_format="%.4g"))
-    text = as_markdown(model, pairs, broken, " ".join(["python", *sys.argv]))
+    text = as_markdown(model, pairs, broken)
     write_text(args.out / "agreement.md", text)
     print(text)
 
