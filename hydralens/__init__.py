@@ -26,8 +26,12 @@ _HOME = {  # public name -> the module that defines it
     "score_heads": "hydralens.scoring",
     "HeadMask": "hydralens.head_mask",
     "select_heads": "hydralens.selection",
-    "layer_similarity": "hydralens.similarity",
-    "head_similarity": "hydralens.similarity",
+    "layer_similarity": "hydralens.similarity.measure",
+    "head_similarity": "hydralens.similarity.measure",
+    "block_structure": "hydralens.similarity.blocks",
+    "Similarity": "hydralens.similarity.matrix",
+    "head_profile": "hydralens.profiles",
+    "attention_profile": "hydralens.profiles",
 }
 _MODULES = ("detectors", "figures", "patching", "probes", "statistics")
 

@@ -1,31 +1,30 @@
 """The main job: from a model to ``head_mask.json`` and a report a person can read, in one call."""
 
-import platform
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 import torch
 
+from hydralens.environment import environment
 from hydralens.errors import InputError, check_word
 from hydralens.figures.findings import FULL, NONE, PAPER, RANDOM, SELECTED
 from hydralens.figures.saving import save_figures
 from hydralens.files import write_atomically, write_json
 from hydralens.models.lens import LensModel
-from hydralens.patching.restriction import SINKS, STEPS, WINDOW, completeness_error
+from hydralens.patching.restriction import SINKS, WINDOW, completeness_error
 from hydralens.probes import reasoning, retrieval
 from hydralens.report import RunResult, run_figures, write_report
 from hydralens.scores import all_probes, paper_score
 from hydralens.scoring import score_heads
 from hydralens.selection import RULES, heads_for_ratio, select_heads
-from hydralens.similarity import head_similarity, layer_similarity
+from hydralens.similarity import similarities
 from hydralens.statistics import fewest_pairs, split_half
 from hydralens.validation import far_prompts, knockout_curve, mask_preview, random_masks
 
@@ -91,7 +90,7 @@ def run(
     mask = select_heads(scores, ratio, rule=rule, seed=seed)
     with phase("similarity"):
         clean = [probe.select([0]) for probe in {probe.name: probe for probe in probes}.values()]  # one prompt of each probe
-        layers, heads = layer_similarity(model, clean), head_similarity(model, clean)
+        layers, heads = similarities(model, clean, ["output"], ["write"])
     with phase("knock-out"):
         counts = sorted({*(count for count in KNOCKOUTS if count < k), k})
         knockout = knockout_curve(model, scores.top(k), checks, counts, n_draws, seed, verbose)
@@ -108,13 +107,13 @@ def run(
     arguments = {"ratio": ratio, "rule": rule, "method": method, "n_pairs": n_pairs, "n_tokens": n_tokens, "n_check": n_check, "n_draws": n_draws, "seed": seed}
     if method == "restriction":
         errors = [completeness_error(effect) for effect in all_probes(scores.measured).values()]
-        arguments |= {"restriction": {"steps": STEPS, "completeness_error": {"mean": sum(errors) / len(errors), "largest": max(errors)}}}
+        arguments |= {"restriction": {"completeness_error": {"mean": sum(errors) / len(errors), "largest": max(errors)}}}
     result = RunResult(
         model=model.info,
         scores=scores,
         mask=mask,
-        layer_similarity=layers,
-        head_similarity=heads,
+        layer_similarity=layers["output"],
+        head_similarity=heads["write"],
         knockout=knockout,
         preview=preview,
         solved=scores.solved,
@@ -126,17 +125,6 @@ def run(
     write_json(out / "run.json", _record(result))
     rmtree(out / "shards", ignore_errors=True)
     return result
-
-
-def environment(model: LensModel) -> dict[str, Any]:
-    """Versions, device and dtype, as ``run.json`` records them."""
-    packages = ("hydralens", "torch", "transformers", "numpy")
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    return {
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
-        "device": device,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
 
 
 def check_writable(out: Path) -> None:

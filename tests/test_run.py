@@ -31,6 +31,7 @@ FIGURES = {
     "role_maps",
     "knockout_curve",
     "mask_preview",
+    "block_similarity",
     "layer_similarity",
     "head_similarity",
     "layer_profile",

@@ -148,20 +148,27 @@ def select(
 
 
 @app.command(epilog="Example: hydralens similarity embedded --out runs/similarity")
-def similarity(out: Out, model: Model = "embedded", pairs: Pairs = 8, tokens: Tokens = 256, seed: Seed = 0, device: Device = None, dtype: Dtype = None) -> None:
-    """Cosine similarity of layers and of heads on the retrieval probes: two matrices and two figures."""
-    from hydralens import figures
+def similarity(
+    out: Out,
+    model: Model = "embedded",
+    pairs: Pairs = 8,
+    tokens: Tokens = 256,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    quiet: Quiet = False,
+) -> None:
+    """How alike layers and heads are on the retrieval probes, and whether that comes in blocks: matrices, tests and figures."""
+    from hydralens.comparison import compare
     from hydralens.models.loading import load_model
     from hydralens.probes import retrieval
     from hydralens.run import check_writable
-    from hydralens.similarity import head_similarity, layer_similarity
 
     check_writable(out)
     opened = load_model(model, device=device, dtype=dtype)
-    probes = retrieval(opened, pairs, tokens, seed, corruptions=("value",))
-    layers, heads = layer_similarity(opened, probes), head_similarity(opened, probes)
-    layers.save_csv(out / "layer_similarity.csv")
-    heads.save_csv(out / "head_similarity.csv")
-    drawn = {"layer_similarity": figures.layer_similarity(layers), "head_similarity": figures.head_similarity(heads)}
-    for path in figures.save_figures(drawn, out / "figures"):
-        typer.echo(path)
+    found = compare(opened, retrieval(opened, pairs, tokens, seed, corruptions=("value",)), seed=seed, verbose=not quiet)
+    written = found.save(out)
+    if not quiet:
+        typer.echo(found.structure.finding)
+        for path in written:
+            typer.echo(path)

@@ -7,13 +7,17 @@ text is a grey that reads on white and on black.
 
 from hydralens.figures.checks import knockout_curve, mask_preview
 from hydralens.figures.circuit import circuit
-from hydralens.figures.heads import head_heatmap, layer_profile, probe_facets, role_maps
-from hydralens.figures.matrices import head_similarity, layer_similarity
+from hydralens.figures.clusters import head_clusters
+from hydralens.figures.heads import head_heatmap, probe_facets, role_maps
+from hydralens.figures.matrices import block_similarity, head_similarity, layer_similarity
+from hydralens.figures.profile import layer_profile
 from hydralens.figures.saving import save_figure, save_figures
 from hydralens.figures.stability import pairs_curve, stability_matrix, volcano
 
 __all__ = [
+    "block_similarity",
     "circuit",
+    "head_clusters",
     "head_heatmap",
     "head_similarity",
     "knockout_curve",

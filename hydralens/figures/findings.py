@@ -106,23 +106,9 @@ def strongest_probe(scores: HeadScores) -> StrongestProbe:
     return StrongestProbe(list(probes), index, *pick)
 
 
-def strength(effects: Effects) -> Float[Tensor, "layer head"]:
-    """Mean effect over a capability's probes; the larger capability counts. NaN where no capability has an effect."""
-    means = [torch.stack([effect.values for effect in probes.values()]).mean(0) for probes in effects.values()]
-    largest = torch.stack(means).nan_to_num(-torch.inf).amax(0)
-    return largest.where(largest.isfinite(), torch.nan)
-
-
 def direct(scores: HeadScores) -> Effects:
     """Direct effects, or what the method measures where a detector was called by itself."""
     return scores.receivers or scores.measured
-
-
-def gini(values: Float[Tensor, "layer head"]) -> Float[Tensor, "layer"]:
-    """Gini coefficient of each row of non-negative values: 0 = all heads alike, (n - 1) / n = one head has it all; NaN for a row of zeros."""
-    n = values.shape[1]
-    weights = 2 * torch.arange(1, n + 1) - n - 1
-    return (values.double().sort(1).values * weights).sum(1) / (n * values.double().sum(1))
 
 
 # --- knock-out -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Maps of heads: one map, one map a probe, and each layer's profile."""
+"""Maps of heads: one map, one map a probe, and one a role."""
 
 from collections import Counter
 from itertools import combinations
@@ -11,10 +11,11 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from hydralens.errors import InputError
-from hydralens.figures.findings import direct, gini, half_share_finding, interval, measurement, quantity, strength, strongest_probe
-from hydralens.figures.style import BLUE, ORANGE, array, colorbar, count, finish, limit, listed, percent
+from hydralens.figures.findings import direct, half_share_finding, interval, measurement, quantity, strongest_probe
+from hydralens.figures.style import array, colorbar, count, finish, limit
 from hydralens.head_mask import HeadMask
 from hydralens.patching.effects import HeadEffects
+from hydralens.profiles import strength
 from hydralens.scores import THRESHOLD, HeadScores, all_probes
 
 CLIP_PERCENTILE = 99.5  # facets share one colour axis, which a single strong probe would otherwise own
@@ -190,40 +191,6 @@ def _roles_finding(receivers: Bool[Tensor, "layer head"], senders: Bool[Tensor, 
     if n_senders == 0:
         return f"{first}; none acts {through}"
     return f"{first} and {n_senders} {through}; {both or 'none'} {'does' if both <= 1 else 'do'} both"
-
-
-def layer_profile(scores: HeadScores) -> go.Figure:
-    """How unequal the heads of each layer are (Gini) and how many of them are critical (HydraHead section 2)."""
-    name = quantity(next(iter(all_probes(direct(scores)).values())))
-    values = strength(direct(scores)).nan_to_num().clamp(min=0)
-    unequal, critical = gini(values), (values >= THRESHOLD).sum(1)
-    n_layers, n_heads = values.shape
-    layers = np.arange(n_layers)
-    fig = make_subplots(
-        1, 2, shared_yaxes=True, horizontal_spacing=0.04, subplot_titles=["Gini of head importance", f"critical heads ({name} ≥ {THRESHOLD:g})"]
-    )
-    dots = go.Scatter(x=array(unequal), y=layers, mode="markers", marker={"color": ORANGE, "size": 8}, hovertemplate="layer %{y}: Gini %{x:.3f}<extra></extra>")
-    fig.add_trace(dots, row=1, col=1)
-    bars = go.Bar(x=critical.numpy(), y=layers, orientation="h", marker_color=BLUE, hovertemplate=f"layer %{{y}}: %{{x}} of {n_heads} heads<extra></extra>")
-    fig.add_trace(bars, row=1, col=2)
-    fig.update_xaxes(range=[0, 1], row=1, col=1)
-    fig.update_xaxes(range=[0, min(n_heads, int(critical.max()) + 2)], tickformat="d", row=1, col=2)
-    fig.update_yaxes(range=[n_layers - 0.5, -0.5], tick0=0, dtick=_step(n_layers), ticks="")
-    fig.update_yaxes(title="layer", col=1)
-    fig.update_annotations(font_size=12)
-    fig.update_layout(showlegend=False, bargap=0.25)
-    known = unequal[unequal.isfinite()]
-    n_critical, share = int(critical.sum()), int(critical.sum()) / values.numel()
-    finding = f"{count(n_critical, 'critical head')} ({percent(share)}) in {int((critical > 0).sum())} of {n_layers} layers"
-    if len(known):
-        finding += f"; within a layer importance is uneven: Gini {known.mean():.2f} on average, {known.min():.2f} to {known.max():.2f}"
-    larger = ", whichever is larger" if len(direct(scores)) > 1 else ""
-    caption = (
-        f"{scores.model.id}: importance = mean {'direct effect' if name == 'IE' else name} over the probes of {listed(list(direct(scores)))}{larger}; "
-        "negative values as 0. "
-        f"Gini 0: all {n_heads} heads alike; {(n_heads - 1) / n_heads:.2f}: one head has it all."
-    )
-    return finish(fig, finding, caption, height=_map_height(n_layers), max_width=860, min_width=340, headroom=20)
 
 
 # --- shared shapes -------------------------------------------------------------------------------------------------

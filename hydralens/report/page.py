@@ -15,6 +15,7 @@ from hydralens.figures.findings import all_prompts, can_be_negative, quantity, t
 from hydralens.files import write_text
 from hydralens.report import answer
 from hydralens.report.result import RunResult
+from hydralens.similarity import block_structure
 from hydralens.statistics import fewest_pairs, pairs_curve
 
 HERE = Path(__file__).parent
@@ -65,6 +66,9 @@ def run_figures(run: RunResult) -> dict[str, go.Figure]:
         made["mask_preview"] = draw.mask_preview(run.preview)
     if fewest_pairs(scores) >= 4:  # two sizes of which there are two sets
         made["pairs_curve"] = draw.pairs_curve(pairs_curve(scores, run.mask.to_query().n_full))
+    if run.layer_similarity is not None and run.head_similarity is not None:
+        structure = block_structure(run.layer_similarity, run.head_similarity)
+        made["block_similarity"] = draw.block_similarity(run.layer_similarity, run.head_similarity, structure)
     if run.layer_similarity is not None:
         made["layer_similarity"] = draw.layer_similarity(run.layer_similarity)
     if run.head_similarity is not None:

@@ -184,10 +184,13 @@ def test_score_by_a_detector(method, command, planted, tmp_path):
 def test_similarity_writes_matrices_and_figures(command, planted, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "BROWSERS", ())
     code, out, err = command("similarity", planted, "--out", tmp_path, "--pairs", 1, "--tokens", 160)
-    assert (code, err) == (0, "")
+    assert code == 0 and "Traceback" not in err
     assert pd.read_csv(tmp_path / "head_similarity.csv", index_col=0).shape == (12, 12)
     assert pd.read_csv(tmp_path / "layer_similarity.csv", index_col=0).shape == (3, 3)
-    assert set(out.split()) == {str(tmp_path / "figures" / f"{kind}_similarity.html") for kind in ("layer", "head")}
+    finding, *paths = out.splitlines()
+    names = {Path(path).stem for path in paths}
+    assert finding.startswith("Layers ") and names >= {"block_similarity", "layer_similarity", "head_similarity", "head_clusters"}
+    assert (tmp_path / "blocks.csv").is_file() and all(Path(path).parent == tmp_path / "figures" for path in paths)
 
 
 def test_select_says_what_the_choice_costs(command, scores, tmp_path):

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydralens.errors import InputError
-from hydralens.figures import head_heatmap, layer_profile, probe_facets, role_maps
-from hydralens.figures.findings import gini, half_share, strength, strongest_probe
+from hydralens.figures import head_heatmap, probe_facets, role_maps
+from hydralens.figures.findings import half_share, strongest_probe
+from hydralens.profiles import strength
 from hydralens.scores import scores_of
 from tests.figures.examples import HEADS, KV_HEADS, LAYERS, effects, info, mask, scores, with_senders
 from tests.test_effects import effects_of
@@ -174,31 +175,10 @@ def test_a_path_that_one_capability_lacks_is_that_of_the_other():
     torch.testing.assert_close(strength(both), torch.tensor([[0.25, torch.nan]]), equal_nan=True)
 
 
-@pytest.mark.parametrize("draw", [head_heatmap, probe_facets, layer_profile])
+@pytest.mark.parametrize("draw", [head_heatmap, probe_facets])
 def test_a_detector_called_by_itself_is_drawn_in_its_own_unit(draw):
     """Its scores have no direct effects."""
     alone = scores_of(info(), "attention_mass", [replace(effects({(3, 4): 0.4}), mode="attention_mass", direction="none")], [])
     fig = draw(alone)
     assert "attention_mass" in fig.layout.meta["caption"] and "direct effect" not in fig.layout.meta["caption"]
     assert "IE" not in str(fig.to_dict())
-
-
-def test_gini_equals_the_mean_absolute_difference():
-    values = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
-    naive = [sum(abs(a - b) for a in row for b in row) / (2 * 7 * 7 * (sum(row) / 7)) for row in values.tolist()]
-    assert gini(values).tolist() == pytest.approx(naive, rel=1e-5)
-    extremes = gini(torch.tensor([[1.0, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]))
-    assert extremes[:2].tolist() == pytest.approx([0, 0.75]) and extremes[2].isnan()
-
-
-def test_profile_counts_heads_whose_mean_effect_passes_the_threshold():
-    found = scores()
-    fig = layer_profile(found)
-    expected = strength(found.receivers)
-    assert float(expected[3, 4]) == pytest.approx(0.5) and float(expected[0, 5]) == pytest.approx(0.15)  # a capability's mean, then the larger
-    assert float(expected[1, 0]) == 0  # -0.15 in retrieval, 0 in reasoning
-    dots, bars = fig.data
-    assert bars.x.tolist() == [1, 0, 1, 1] and bars.y.tolist() == [0, 1, 2, 3]
-    assert dots.x[[0, 2, 3]].tolist() == pytest.approx([5 / 6] * 3)
-    assert fig.layout.yaxis.range[0] > fig.layout.yaxis.range[1]
-    assert fig.layout.meta["finding"].startswith("3 critical heads (12%) in 3 of 4 layers")

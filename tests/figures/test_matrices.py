@@ -5,7 +5,10 @@ import pytest
 import torch
 
 import hydralens.figures.matrices as matrices
-from hydralens.figures import head_similarity, layer_similarity
+from hydralens.figures import saving
+from hydralens.figures.matrices import block_similarity, head_similarity, layer_similarity, pooled
+from hydralens.figures.saving import save_figures
+from hydralens.similarity import Similarity, block_structure
 from tests.figures.examples import heads, layers
 
 
@@ -49,9 +52,59 @@ def test_large_models_are_averaged_within_layers_and_say_so(monkeypatch):
     fig = head_similarity(sim)
     z = fig.data[0].z
     assert z.shape == (8, 8)
-    assert z[0, 7] == pytest.approx((8 * 0.1 + 1) / 9, abs=5e-4) and z[2, 3] == pytest.approx(0.3) and z[2, 2] == pytest.approx((6 * 0.3 + 3) / 9, abs=5e-4)
+    assert z[0, 7] == pytest.approx((8 * 0.1 + 1) / 9, abs=5e-4) and z[2, 3] == pytest.approx(0.3)
+    assert z[2, 2] == pytest.approx(0.3)  # a head's likeness to itself is no likeness of heads
     assert list(fig.data[0].x[:3]) == ["L0H0..2", "L0H3..5", "L1H0..2"]
-    assert "mean over 3 x 3 neighbouring heads" in fig.layout.meta["caption"]
+    assert "mean over 3 x 3 neighbouring heads, without each head's likeness to itself" in fig.layout.meta["caption"]
+
+
+def test_pooling_leaves_out_what_is_unknown_and_keeps_a_short_last_cell():
+    matrix = torch.tensor([[1, 0.2, 0.4], [0.2, 1, torch.nan], [0.4, torch.nan, 1]])
+    torch.testing.assert_close(pooled(matrix, 2), torch.tensor([[0.2, 0.4], [0.4, torch.nan]]), equal_nan=True)
+    assert pooled(matrix, 1) is matrix
+
+
+# --- both side by side ---------------------------------------------------------------------------------------------
+
+
+def blocky(n: int = 12, start: int = 5) -> Similarity:
+    block = torch.arange(n) >= start
+    matrix = torch.where(block[:, None] == block, 0.9, 0.2).fill_diagonal_(1)
+    return Similarity(matrix, [f"L{i}" for i in range(n)], "layer", "cosine of layer outputs", 77)
+
+
+def test_blocks_are_marked_where_the_test_finds_them():
+    structure = block_structure(blocky(), heads(0.3, 0.1), 49)
+    fig = block_similarity(blocky(), heads(0.3, 0.1), structure)
+    left, right = fig.data
+    assert left.z.shape == (12, 12) and right.z.shape == (24, 24)
+    assert sorted((shape.x0, shape.x1, shape.y0, shape.y1) for shape in fig.layout.shapes) == [(-0.5, 11.5, 4.5, 4.5), (4.5, 4.5, -0.5, 11.5)]
+    assert {shape.xref for shape in fig.layout.shapes} == {"x"}
+    meta = fig.layout.meta
+    assert meta["finding"] == structure.finding
+    assert f"explain {structure.layers.explained:.1%} of the variance, p = 0.02 against 49 draws of layers that drift evenly" in meta["caption"]
+    assert "over 77 tokens" in meta["caption"] and "over 1,234 tokens" in meta["caption"]
+    assert left.zmin == -left.zmax and right.zmin == -right.zmax and left.zmax != right.zmax
+
+
+def test_no_line_is_drawn_where_there_are_no_blocks():
+    structure = block_structure(layers(), heads(0.1, 0.1), 19)
+    fig = block_similarity(layers(), heads(0.1, 0.1), structure)
+    assert not fig.layout.shapes and "dotted" not in fig.layout.meta["caption"]
+
+
+def test_64_layers_of_128_heads_stay_under_10_megabytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "BROWSERS", ())
+    layer = torch.arange(64).repeat_interleave(128)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(8192, generator=generator)
+    matrix = torch.where(layer[:, None] == layer, 0.3, 0.1) * noise * noise[:, None]
+    sim = Similarity(matrix, [f"L{i}H{h}" for i in range(64) for h in range(128)], "head", "cosine of heads' contributions", 1234)
+    structure = block_structure(blocky(64, 20), heads(0.3, 0.1), 9)
+    fig = block_similarity(blocky(64, 20), sim, structure)
+    assert fig.data[1].z.shape == (512, 512) and "16 x 16" in fig.layout.meta["caption"]
+    (path,) = save_figures({"both": fig}, tmp_path)
+    assert path.stat().st_size < 10e6
 
 
 def test_files_of_270_heads_stay_small():

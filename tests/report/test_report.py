@@ -135,7 +135,8 @@ def test_figures_are_drawn_where_their_data_suffice(tmp_path):
 
 def test_every_figure_has_a_title_a_caption_and_words_for_those_who_cannot_see_it(tmp_path):
     page = write_report(tmp_path / "report.html", run()).read_text(encoding="utf-8")
-    names = ["head_heatmap", "probe_facets", "knockout_curve", "mask_preview", "pairs_curve", "layer_similarity", "head_similarity", "layer_profile"]
+    names = ["head_heatmap", "probe_facets", "knockout_curve", "mask_preview", "pairs_curve"]
+    names += ["block_similarity", "layer_similarity", "head_similarity", "layer_profile"]
     found = re.findall(r'<figure id="figure-(\w+)".*?<h3>(.+?)</h3>.*?role="img" aria-label="(.+?)".*?<figcaption>(.+?)</figcaption>', page, re.DOTALL)
     assert [name for name, *_ in found] == names
     assert all(label == f"{title}. {caption}" for _, title, label, caption in found)
