@@ -32,6 +32,9 @@ _HOME = {  # public name -> the module that defines it
     "Similarity": "hydralens.similarity.matrix",
     "head_profile": "hydralens.profiles",
     "attention_profile": "hydralens.profiles",
+    "build_hybrid": "hydralens.hybrid.build",
+    "HydraHeadConfig": "hydralens.hybrid.config",
+    "HydraHeadForCausalLM": "hydralens.hybrid.modeling",
 }
 _MODULES = ("detectors", "figures", "patching", "probes", "statistics")
 

@@ -93,12 +93,13 @@ def score_heads(
     )
     if method == "paper":
         return scores
-    counted = {label: labelled[label].select(effect.kept.nonzero()[:pairs_at_most, 0]) for label, effect in all_probes(receivers).items()}
-    clean = _one_per_name(list(counted.values()))
+    counted = [labelled[label].select(effect.kept.nonzero()[:pairs_at_most, 0]) for label, effect in all_probes(receivers).items()]
+    clean = _one_per_name(counted)
     if method in WHOLE:
         whole = WHOLE[method](model, clean)
         return replace(scores, measured=whole.measured, composite=whole.composite, probes=whole.probes, method=method)
-    measured, used = _measured(model, clean, method, shards, verbose)
+    least = MIN_SOLVED * min(pairs_at_most, *(probe.n_pairs for probe in probes))
+    measured, used = _measured(model, clean, method, least, shards, verbose)
     return replace(scores, measured=measured, composite=combine(method, receivers, sending, measured), probes=used, method=method)
 
 
@@ -127,9 +128,9 @@ def _senders(
 
 
 def _measured(
-    model: LensModel, probes: Sequence[Probe], method: str, shards: Path | None, verbose: bool
+    model: LensModel, probes: Sequence[Probe], method: str, least: float, shards: Path | None, verbose: bool
 ) -> tuple[dict[str, dict[str, HeadEffects]], list[dict]]:
-    """What a method itself measures, probe by probe, and the probes it could be measured on."""
+    """What a method itself measures, probe by probe, and the probes it could be measured on, with ``least`` pairs or more."""
     measured: dict[str, dict[str, HeadEffects]] = {}
     used = []
     window = max(1, min(WINDOW, max(probe.n_tokens for probe in probes) // 4))
@@ -142,7 +143,7 @@ def _measured(
         else:
             effect = _sharded(model, probe, method, shards, lambda probe: PER_PROBE[method](model, probe))
             how = (effect.direction, method)
-        if effect.n_pairs >= max(1, MIN_SOLVED * len(effect.kept)):
+        if effect.n_pairs >= max(1, least):
             measured.setdefault(probe.capability, {})[probe.label] = effect
             used.append(describe(probe, effect.n_pairs, *how))
     if not measured:
@@ -171,10 +172,10 @@ def _unsolved(capability: str, solved: list[dict]) -> str:
 
 
 def _one_per_name(probes: Sequence[Probe]) -> list[Probe]:
-    """One corruption of each probe, whose clean prompts alone are used: preferably swap, whose prompts have a second needle to tell apart."""
+    """One corruption of each probe, whose clean prompts alone are used: that with most pairs, and of equals swap, which has a second needle to tell apart."""
     preference = {"swap": 0, "key": 1, "value": 2}
     best: dict[str, Probe] = {}
-    for probe in sorted(probes, key=lambda probe: preference.get(probe.corruption, 3)):
+    for probe in sorted(probes, key=lambda probe: (-probe.n_pairs, preference.get(probe.corruption, 3))):
         best.setdefault(probe.name, probe)
     return [best[name] for name in dict.fromkeys(probe.name for probe in probes)]
 

@@ -172,3 +172,36 @@ def similarity(
         typer.echo(found.structure.finding)
         for path in written:
             typer.echo(path)
+
+
+@app.command(epilog="Example: hydralens build embedded --mask runs/demo/head_mask.json --out runs/hybrid")
+def build(
+    mask_file: Annotated[Path, typer.Option("--mask", help="The head_mask.json of the model.", show_default=False)],
+    out: Out,
+    model: Model = "embedded",
+    recipe: Annotated[str, typer.Option("--recipe", help="Which hybrid; so far hydrahead only.")] = "hydrahead",
+    device: Device = None,
+    dtype: Dtype = None,
+    quiet: Quiet = False,
+) -> None:
+    """Build the head-wise hybrid: full attention for the heads of the mask, Gated DeltaNet for the others, saved as a transformers model."""
+    from hydralens.head_mask import HeadMask
+    from hydralens.hybrid import build_hybrid
+    from hydralens.models.loading import load_model
+    from hydralens.probes import niah
+    from hydralens.run import check_writable
+
+    check_word("recipe", recipe, ("hydrahead",))
+    kept = HeadMask.load(mask_file)
+    check_writable(out)
+    opened = load_model(model, device=device, dtype=dtype)
+    calibration = niah(opened, n_pairs=4, n_tokens=256).clean
+    hybrid = build_hybrid(opened, kept, calibration=calibration)
+    hybrid.save_pretrained(out)
+    opened.tokenizer.save_pretrained(out)
+    if not quiet:
+        held = hybrid.cache_bytes(4096)
+        share = held["hybrid"] / held["base"]
+        typer.echo(f"{kept.n_full} of {kept.array.numel()} heads keep full attention; a cache of 4096 tokens takes {share:.0%} of the base model's bytes.")
+        typer.echo("It has not been trained: every head starts from the base model's weights, and a linear one needs training before it speaks.")
+        typer.echo(out)

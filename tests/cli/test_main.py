@@ -13,11 +13,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hydralens import cli
 from hydralens.figures import saving
 from hydralens.head_mask import HeadMask
 from hydralens.mask_formats import FORMATS
+from hydralens.models.loading import load_model
 from hydralens.scores import HeadScores
 from hydralens.scoring import METHODS
 from hydralens.selection import RULES
@@ -27,7 +29,7 @@ from tests.test_run import files_in
 from tests.tiny import tiny_config, tiny_hf
 from tests.toy_masks import toy_scores
 
-VERBS = ["doctor", "run", "score", "select", "similarity", "mask show", "mask validate", "mask convert"]
+VERBS = ["doctor", "run", "score", "select", "similarity", "build", "mask show", "mask validate", "mask convert"]
 SMALL = ["--pairs", "1", "--tokens", "160", "--quiet"]
 
 
@@ -179,6 +181,20 @@ def test_score_by_a_detector(method, command, planted, tmp_path):
     assert code == 0 and re.match(r"\d+ of 12 heads carry signal; best: .*L1H2", out) and "Traceback" not in err
     scores = HeadScores.load(tmp_path)
     assert scores.method == method and RETRIEVER in scores.top(3) and files_in(tmp_path) == {"head_scores.csv", "scores.json", "effects.safetensors"}
+
+
+def test_build_writes_a_hybrid_that_opens(command, planted, tmp_path):
+    lens = load_model(str(planted))
+    full = torch.zeros(3, 4, dtype=torch.bool)
+    full[RETRIEVER] = True
+    HeadMask.of(full, lens.info, rule="by hand").save(tmp_path / "mask.json")
+    code, out, err = command("build", planted, "--mask", tmp_path / "mask.json", "--out", tmp_path / "hybrid")
+    assert code == 0 and "1 of 12 heads keep full attention" in out and "has not been trained" in out
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid")
+    assert hybrid.config.kinds[1] == ["gdn", "gdn", "full", "gdn"] and (hybrid.model.layers[1].self_attn.fusion.gamma != 1).any()
+    assert (tmp_path / "hybrid" / "tokenizer.json").exists()
+    code, out, err = command("build", planted, "--mask", tmp_path / "mask.json", "--out", tmp_path / "other", "--recipe", "mamba")
+    assert code == 2 and "recipe 'mamba' is not one of hydrahead" in err and not (tmp_path / "other").exists()
 
 
 def test_similarity_writes_matrices_and_figures(command, planted, tmp_path, monkeypatch):

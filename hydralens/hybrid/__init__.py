@@ -1,0 +1,13 @@
+"""Head-wise hybrids: full attention for the heads of a mask, Gated DeltaNet for the others."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hydralens.hybrid.build import build_hybrid
+from hydralens.hybrid.cache import HybridCache
+from hydralens.hybrid.config import HydraHeadConfig
+from hydralens.hybrid.modeling import HydraHeadForCausalLM
+
+AutoConfig.register(HydraHeadConfig.model_type, HydraHeadConfig)
+AutoModelForCausalLM.register(HydraHeadConfig, HydraHeadForCausalLM)
+
+__all__ = ["HybridCache", "HydraHeadConfig", "HydraHeadForCausalLM", "build_hybrid"]

@@ -1,0 +1,80 @@
+"""What a hybrid remembers between calls: keys and values of its full heads, which grow, and the recurrent state of its linear heads, which does not."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hydralens.errors import InputError
+
+
+class HybridLayer(CacheLayerMixin):
+    """One layer's memory: named tensors whose first axis is the batch, whatever the branches put there, and how many tokens were seen.
+
+    transformers' own hybrid layers lose the state of a branch without convolution, and round it to the type of the first tensor stored; this one
+    keeps what it is given.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Tensor] = {}
+        self.n_tokens = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def append(self, name: str, new: Tensor) -> Tensor:
+        """``name`` with ``new`` joined on the position axis 2, which is kept and returned."""
+        past = self.tensors.get(name)
+        self.tensors[name] = new if past is None else torch.cat([past, new], 2)
+        return self.tensors[name]
+
+    def get_seq_length(self) -> int:
+        return self.n_tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.24
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.n_tokens + query_length, 0
+
+    def reset(self) -> None:
+        self.tensors, self.n_tokens = {}, 0
+
+    def reorder_cache(self, beam_idx: Int[Tensor, "batch"]) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Int[Tensor, "batch"]) -> None:
+        self.tensors = {name: tensor[indices.to(tensor.device)] for name, tensor in self.tensors.items()}
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.tensors = {name: tensor.repeat_interleave(repeats, 0) for name, tensor in self.tensors.items()}
+
+    def crop(self, *_: Any) -> None:
+        raise InputError("a hybrid's cache cannot be cropped: the recurrent state of its linear heads cannot forget tokens; run the shorter prompt again")
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Nothing to do: tensors are made by the branches."""
+
+    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the branches of a hybrid write their own tensors")
+
+
+class HybridCache(Cache):
+    """One ``HybridLayer`` per layer."""
+
+    def __init__(self, n_layers: int) -> None:
+        super().__init__(layers=[HybridLayer() for _ in range(n_layers)])
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held, all layers together."""
+        return sum(layer.n_bytes for layer in self.layers)
+
+    def crop(self, *_: Any) -> None:
+        self.layers[0].crop()

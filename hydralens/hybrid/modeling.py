@@ -1,0 +1,262 @@
+"""The hybrid as a transformers model: the base family's own embeddings, norms and MLPs around head-wise hybrid attention.
+
+x -> branches (full heads | Gated DeltaNet heads) -> RMSNorm and gamma per head, gate -> original head order -> o_proj
+"""
+
+import importlib
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hydralens.errors import InputError
+from hydralens.files import write_text
+from hydralens.hybrid.branches import BRANCHES, GatedDeltaHeads, Tokens, causal_mask
+from hydralens.hybrid.cache import HybridCache, HybridLayer
+from hydralens.hybrid.config import HydraHeadConfig
+
+PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"  # renamed in transformers 5.24
+
+REMOTE = "hydralens_hybrid"
+REMOTE_CODE = '''"""Opens this folder through hydralens."""
+
+try:
+    from hydralens.hybrid import HydraHeadConfig, HydraHeadForCausalLM
+except ImportError as error:
+    raise ImportError("this model is a head-wise hybrid made with hydralens: pip install hydralens") from error
+
+__all__ = ["HydraHeadConfig", "HydraHeadForCausalLM"]
+'''
+
+
+def base_class(config: HydraHeadConfig, part: str) -> type[nn.Module]:
+    """The base family's own ``MLP``, ``RMSNorm``, ``RotaryEmbedding`` or ``Attention``."""
+    family = config.base["model_type"]
+    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), PREFIX[family] + part)
+
+
+class Fusion(nn.Module):
+    """RMSNorm of every head's output on its own, then a learnable scale (Eq. 13 and 14).
+
+    Softmax outputs grow with the norm of the query and Gated DeltaNet's do not, so that without it one kind drowns the other.
+    """
+
+    def __init__(self, config: HydraHeadConfig):
+        super().__init__()
+        shape = (config.num_attention_heads, config.head_dim if config.gamma == "channel" else 1)
+        self.gamma = nn.Parameter(torch.ones(shape, dtype=torch.float32))
+        self.eps = config.base_config.rms_norm_eps
+
+    def forward(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+        x = z.to(torch.promote_types(z.dtype, torch.float32))
+        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.gamma
+        return x.to(z.dtype)
+
+
+class HybridAttention(nn.Module):
+    def __init__(self, config: HydraHeadConfig, layer: int):
+        super().__init__()
+        with torch.device("meta"):  # only asked for what it has: biases and QK-norm
+            teacher = base_class(config, "Attention")(config.base_config, layer)
+        qk_norm = partial(base_class(config, "RMSNorm"), config.head_dim, eps=config.base_config.rms_norm_eps) if hasattr(teacher, "q_norm") else None
+        bias = teacher.q_proj.bias is not None
+        kinds = config.kinds[layer]
+        heads = {kind: [head for head, own in enumerate(kinds) if own == kind] for kind in BRANCHES if kind in kinds}
+        self.branches = nn.ModuleDict({kind: BRANCHES[kind](config, layer, own, qk_norm, bias) for kind, own in heads.items()})
+        order = [head for own in heads.values() for head in own]
+        self.place = [order.index(head) for head in range(len(kinds))]  # where each head of the base model stands among the branches' outputs
+        self.fusion = Fusion(config) if config.fusion_norm else None
+        self.o_proj = nn.Linear(len(kinds) * config.head_dim, config.hidden_size, bias=teacher.o_proj.bias is not None)
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos d_model"]:
+        z = torch.cat([branch(x, tokens, memory) for branch in self.branches.values()], 2)[:, :, self.place]
+        if self.fusion is not None:
+            z = self.fusion(z)
+        # After the norm, which would cancel what a gate does to a whole head.
+        if any(branch.gate is not None for branch in self.branches.values()):
+            width = max(branch.head_dim if branch.gate is not None and branch.gate.out_features > len(branch.heads) else 1 for branch in self.branches.values())
+            gates = torch.cat([branch.gates(x).expand(-1, -1, -1, width) for branch in self.branches.values()], 2)[:, :, self.place]
+            z = z * gates
+        return self.o_proj(z.flatten(2))
+
+
+class HybridLayerBlock(GradientCheckpointingLayer):
+    """The base family's pre-norm decoder layer with hybrid attention."""
+
+    def __init__(self, config: HydraHeadConfig, layer: int):
+        super().__init__()
+        base = config.base_config
+        norm = partial(base_class(config, "RMSNorm"), config.hidden_size, eps=base.rms_norm_eps)
+        self.self_attn = HybridAttention(config, layer)
+        self.mlp = base_class(config, "MLP")(base)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+
+    def forward(self, residual: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos d_model"]:
+        residual = residual + self.self_attn(self.input_layernorm(residual), tokens, memory)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class HydraHeadPreTrainedModel(PreTrainedModel):
+    config_class = HydraHeadConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["HybridLayerBlock"]
+    _supports_sdpa = True
+    _is_stateful = True  # the recurrent state cannot be rolled back: no assisted decoding
+    # In bfloat16 the slowest decays would round to none.
+    _keep_in_fp32_modules_strict = {"A_log", "dt_bias", "gamma"}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        match module:
+            case Fusion():
+                init.ones_(module.gamma)
+            case GatedDeltaHeads():
+                fresh = GatedDeltaHeads(module.config, 0, module.heads, None, False)
+                for name, value in fresh.named_parameters():
+                    if name.split(".")[0] in ("a_proj", "b_proj", "A_log", "dt_bias", "conv"):
+                        init.copy_(module.get_parameter(name), value)
+        if getattr(module, "gate", None) is not None:
+            init.zeros_(module.gate.weight)
+
+
+class HydraHeadModel(HydraHeadPreTrainedModel):
+    def __init__(self, config: HydraHeadConfig):
+        super().__init__(config)
+        base = config.base_config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, base.pad_token_id)
+        self.layers = nn.ModuleList([HybridLayerBlock(config, layer) for layer in range(config.num_hidden_layers)])
+        self.norm = base_class(config, "RMSNorm")(config.hidden_size, eps=base.rms_norm_eps)
+        self.rotary_emb = base_class(config, "RotaryEmbedding")(base)
+        self.post_init()
+
+    def forward(
+        self,
+        inputs_embeds: Float[Tensor, "batch pos d_model"],
+        attention_mask: Int[Tensor, "batch key"] | None,
+        position_ids: Int[Tensor, "batch pos"] | None,
+        cache: HybridCache | None,
+        cu_seqlens: Int[Tensor, "n"] | None,
+    ) -> list[Float[Tensor, "batch pos d_model"]]:
+        """The residual stream entering every layer, and the normed one after the last."""
+        n_past = 0 if cache is None else cache.get_seq_length()
+        tokens = self._tokens(inputs_embeds, attention_mask, position_ids, n_past, cu_seqlens)
+        residual, states = inputs_embeds, []
+        for index, layer in enumerate(self.layers):
+            states.append(residual)
+            residual = layer(residual, tokens, None if cache is None else cache.layers[index])
+        if cache is not None:
+            for layer in cache.layers:
+                layer.n_tokens += inputs_embeds.shape[1]
+        return [*states, self.norm(residual)]
+
+    def _tokens(self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, n_past: int, cu_seqlens: Tensor | None) -> Tokens:
+        batch, n_pos = x.shape[:2]
+        here = torch.arange(n_pos, device=x.device)
+        real = visible = None
+        positions = (here + n_past).expand(batch, -1)
+        if cu_seqlens is not None:
+            if batch != 1 or n_past or attention_mask is not None:
+                raise InputError(f"cu_seqlens packs documents into one row without cache or attention_mask; got batch {batch}, {n_past} cached tokens")
+            if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n_pos:
+                raise InputError(f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}; it must run from 0 to the {n_pos} tokens of the row")
+            document = torch.searchsorted(cu_seqlens[1:].contiguous(), here, right=True)
+            positions = (here - cu_seqlens[document])[None]
+            visible = (causal_mask(n_pos, n_pos, x.device) & (document[:, None] == document))[None, None]
+        elif attention_mask is not None:
+            if attention_mask.shape != (batch, n_past + n_pos):
+                raise InputError(
+                    f"attention_mask is {list(attention_mask.shape)}, expected [{batch}, {n_past + n_pos}] for {n_past} cached and {n_pos} new tokens; "
+                    "a longer mask means that the cache was lost on the way"
+                )
+            if not attention_mask.all():
+                known = attention_mask.bool()
+                real = known[:, n_past:]
+                positions = (known.cumsum(1) - 1).clamp(min=0)[:, n_past:]
+                own = torch.eye(n_pos, dtype=torch.bool, device=x.device)  # padding sees itself, or its softmax would be over nothing
+                visible = causal_mask(n_pos, n_past + n_pos, x.device) & known[:, None, None]
+                visible[..., n_past:] |= own
+        positions = positions if position_ids is None else position_ids.expand(batch, -1)
+        return Tokens(positions, self.rotary_emb(x, positions), real, visible, cu_seqlens)
+
+
+class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
+    """Generates, trains, saves and loads like any transformers model; see ``HydraHeadConfig`` for the choices and ``build_hybrid`` for weights."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: HydraHeadConfig):
+        super().__init__(config)
+        self.model = HydraHeadModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # generate() leaves the cache to forward()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch pos"] | None = None,
+        attention_mask: Int[Tensor, "batch key"] | None = None,
+        position_ids: Int[Tensor, "batch pos"] | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Float[Tensor, "batch pos d_model"] | None = None,
+        labels: Int[Tensor, "batch pos"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Int[Tensor, "n"] | None = None,
+        cache: HybridCache | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the last ``logits_to_keep`` positions, of all where it is 0.
+
+        Args:
+            attention_mask: 1 for tokens, 0 for padding on either side, over cached and new tokens.
+            past_key_values, cache: a ``HybridCache``, under either of the names that transformers has for it.
+            use_cache: make a cache where none is given.
+            cu_seqlens: starts of documents packed into a single row, and the end of the last one.
+
+        Raises:
+            InputError: a cache of another kind, a mask that does not fit, cu_seqlens with a batch or a cache.
+        """
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache:
+            cache = HybridCache(self.config.num_hidden_layers)
+        if cache is not None and not isinstance(cache, HybridCache):
+            raise InputError(f"a hybrid needs its own cache, got {type(cache).__name__}; pass none, or hydralens.hybrid.HybridCache(n_layers)")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("give either input_ids or inputs_embeds")
+        embeds = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        states = self.model(embeds, attention_mask, position_ids, cache, cu_seqlens)
+        logits = self.lm_head(states[-1][:, -logits_to_keep:] if logits_to_keep else states[-1])
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=tuple(states) if output_hidden_states else None, **{CACHE: cache})
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """As in transformers, and beside it a module through which ``trust_remote_code=True`` opens the folder wherever hydralens is installed."""
+        self.config.auto_map = {name: f"{REMOTE}.{own.__name__}" for name, own in (("AutoConfig", HydraHeadConfig), ("AutoModelForCausalLM", type(self)))}
+        super().save_pretrained(save_directory, **kwargs)
+        write_text(Path(save_directory) / f"{REMOTE}.py", REMOTE_CODE)
+
+    def cache_bytes(self, n_tokens: int, batch: int = 1) -> dict[str, int]:
+        """Bytes of a cache of ``n_tokens``: ``"hybrid"``, of it ``"kv"`` and ``"state"``, and ``"base"`` for the base model in the same dtype."""
+        config, size = self.config, torch.finfo(self.dtype).bits // 8
+        branches = [branch for layer in self.model.layers for branch in layer.self_attn.branches.items()]
+        n_kv = sum(len(branch.kv_heads) for kind, branch in branches if kind == "full")
+        n_linear = sum(len(branch.heads) for kind, branch in branches if kind == "gdn")
+        kv = 2 * n_kv * config.head_dim * n_tokens * size
+        state = n_linear * config.head_dim * (config.head_dim * 4 + 3 * ((config.linear_conv or 1) - 1) * size)
+        base = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * n_tokens * size
+        return {"hybrid": batch * (kv + state), "kv": batch * kv, "state": batch * state, "base": batch * base}
