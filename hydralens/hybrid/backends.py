@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import re
+from importlib.metadata import version
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +13,7 @@ from hydralens.errors import InputError, check_word
 from hydralens.hybrid.recurrence import gated_delta_rule
 
 VARIABLE = "HYDRALENS_GDN"
+FIRST_BROKEN, FIRST_MENDED = (3, 4, 0), (3, 7, 1)  # Triton: between them fla refuses this backward on Hopper, where it was miscompiled
 NEEDS_FLA = 'Gated DeltaNet on a GPU needs fla: pip install "fla-core>=0.6,<0.7" (or say HYDRALENS_GDN=torch, correct but slow)'
 
 
@@ -31,6 +34,26 @@ def gdn_backend(device: torch.device, wanted: str = "auto") -> str:
     return "fla"
 
 
+def cannot_train(triton: str, capability: tuple[int, int]) -> str | None:
+    """Why fla's backward would refuse to run with this Triton on a GPU of this compute capability; None where it runs."""
+    release = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    if capability[0] != 9 or not FIRST_BROKEN <= release < FIRST_MENDED:
+        return None
+    return f"fla refuses the backward of Gated DeltaNet on Hopper with Triton {triton}; pip install 'triton>=3.7.1', or train with {VARIABLE}=torch"
+
+
+def doctor_line() -> str:
+    """What runs the recurrence of linear heads on this machine, and whether it trains."""
+    if not torch.cuda.is_available():
+        return "torch, chunk by chunk: there is no GPU"
+    try:
+        backend = gdn_backend(torch.device("cuda"))
+    except InputError as error:
+        return str(error)
+    reason = None if backend == "torch" else cannot_train(version("triton"), torch.cuda.get_device_capability())
+    return f"{backend} on cuda" + (f"; inference only: {reason}" if reason else "; trains too")
+
+
 def delta_rule(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],
@@ -46,6 +69,8 @@ def delta_rule(
     if gdn_backend(q.device, backend) == "torch":
         return gated_delta_rule(q, k, v, log_decay, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     # Keywords only: the two functions take their arguments in different orders.
+    if torch.is_grad_enabled() and (reason := cannot_train(version("triton"), torch.cuda.get_device_capability(q.device))):
+        raise InputError(reason)
     if q.shape[1] == 1 and not torch.is_grad_enabled():
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as kernel
     else:
