@@ -161,6 +161,13 @@ def test_names_from_outside_are_escaped(tmp_path):
     assert "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;&amp;co" in ours and "&lt;b&gt;bold&lt;/b&gt;" in ours
 
 
+def test_one_pair_has_no_interval_and_the_table_says_so(tmp_path):
+    found = scores()
+    single = {capability: {label: effect.select([0]) for label, effect in own.items()} for capability, own in found.receivers.items()}
+    page = write_report(tmp_path / "report.html", run(replace(found, receivers=single)), {}).read_text()
+    assert "one pair" in page and "nan to nan" not in page
+
+
 def test_the_table_of_best_heads_holds_only_heads_with_signal():
     rows = best_heads(run())
     assert [(row.name, row.kv_head, row.probe, row.kept) for row in rows] == [
