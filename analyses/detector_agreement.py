@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from scipy.stats import spearmanr
+from scipy.stats import binomtest, spearmanr
 
 import hydralens as hl
 from hydralens.environment import made_with
@@ -29,7 +29,7 @@ from hydralens.scores import HeadScores, paper_score, scores_of
 from hydralens.scoring import METHODS, score_heads
 from hydralens.selection import heads_for_ratio
 from hydralens.statistics import agreement
-from hydralens.validation import knockout_curve
+from hydralens.validation import ablated_margins
 
 HELD_OUT = 777_000  # added to the seed: no prompt of the checks was used for scoring
 REMOVED = (4, 8, 16)
@@ -72,14 +72,18 @@ def damage(model: LensModel, scores: dict[str, HeadScores], n_queries: int, n_to
     checks = hl.probes.retrieval(model, n_queries // 2, n_tokens, seed + HELD_OUT, shapes=shapes, corruptions=("value",))
     probes = hl.probes.retrieval(model, 2, n_tokens, seed + HELD_OUT + 1, shapes=shapes, corruptions=("value",))
     exact = hl.detectors.ablation_drop(model, probes, how="mean", metric="log-probability", verbose=True).composite.flatten()
+    sets = [(method, k) for method in scores for k in (0, *REMOVED)]
+    removed = torch.zeros(len(sets), model.info.n_layers, model.info.n_heads, dtype=torch.bool)
+    for row, (method, k) in zip(removed, sets, strict=True):
+        for cell in scores[method].top(k) if k else ():
+            row[cell] = True
     rows = []
-    for method, found in scores.items():
-        curve = knockout_curve(model, found.top(max(REMOVED)), checks, (0, *REMOVED), n_draws=1, seed=seed, verbose=True)
-        scored = curve[curve["order"] == "scored"]
-        single = float(spearmanr(found.composite.flatten(), exact).statistic)
-        for row in scored.itertuples():
-            known = {"accuracy": row.accuracy, "ci_low": row.ci_low, "ci_high": row.ci_high, "margin": row.margin, "n_prompts": row.n_prompts}
-            rows.append({"method": method, "k": row.k} | known | {"spearman_with_single_head_drop": single})
+    for (method, k), margins in zip(sets, ablated_margins(model, removed, checks, verbose=True).numpy(), strict=True):
+        right = int((margins > 0).sum())
+        low, high = binomtest(right, len(margins)).proportion_ci(method="wilson")
+        known = {"accuracy": right / len(margins), "ci_low": low, "ci_high": high, "margin": float(margins.mean()), "n_prompts": len(margins)}
+        single = float(spearmanr(scores[method].composite.flatten(), exact).statistic)
+        rows.append({"method": method, "k": k} | known | {"spearman_with_single_head_drop": single})
     return pd.DataFrame(rows)
 
 

@@ -4,7 +4,7 @@
 head outside the mask sees only attention sinks and a recent window, without any training.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -15,9 +15,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hydralens.errors import InputError
-from hydralens.models.forward import trace
+from hydralens.models.forward import Attention, attend_as, trace
 from hydralens.models.lens import LensModel
-from hydralens.patching.ablation import ablate, mean_z
+from hydralens.patching.ablation import mean_z
 from hydralens.patching.batching import in_batches
 from hydralens.patching.pairs import Pair, unpad
 from hydralens.patching.restriction import SINKS, WINDOW, restricted_attention
@@ -28,7 +28,6 @@ from hydralens.probes.solving import lead
 Heads = list[tuple[int, int]]
 
 
-@torch.no_grad()
 def knockout_curve(
     model: LensModel, ranking: Heads, probes: Sequence[Probe], counts: Sequence[int], n_draws: int = 3, seed: int = 0, verbose: bool = False
 ) -> pd.DataFrame:
@@ -44,23 +43,30 @@ def knockout_curve(
     generator = np.random.default_rng(seed)
     sets = [(k, "scored", 0, ranking[:k]) for k in counts]
     sets += [(k, "random", draw, _others_of_same_layers(ranking[:k], model, generator)) for k in counts if k for draw in range(n_draws)]
-    reference = mean_z(model, probes)
-    margins = np.empty((len(sets), sum(probe.n_pairs for probe in probes)))
-    for prompt, pair in enumerate(tqdm(list(_pairs(model, probes)), desc="knock-out", disable=not verbose)):
-        tokens, columns = pair.clean[None], torch.arange(len(pair.clean), device=model.device)
-        whole = trace(model.anatomy, tokens, columns, ("residual",))
-        for row, (_, _, _, heads) in enumerate(sets):
-            if not heads:
-                margins[row, prompt] = _margin(model, whole.final[0, pair.read[0]], pair)
-                continue
-            first = min(layer for layer, _ in heads)  # up to here the run is the whole model's
-            with ablate(model, heads, "mean", reference):
-                run = trace(model.anatomy, tokens, pair.read[:1], start=(first, whole.residual[first]))
-            margins[row, prompt] = _margin(model, run.final[0, 0], pair)
-    return pd.DataFrame([{"k": k, "order": order, "draw": draw} | _summary(margins[row]) for row, (k, order, draw, _) in enumerate(sets)])
+    removed = torch.zeros(len(sets), model.info.n_layers, model.info.n_heads, dtype=torch.bool)
+    for row, (*_, heads) in enumerate(sets):
+        for cell in heads:
+            removed[row][cell] = True
+    margins = ablated_margins(model, removed, probes, verbose).numpy()
+    return pd.DataFrame([{"k": k, "order": order, "draw": draw} | _summary(own) for (k, order, draw, _), own in zip(sets, margins, strict=True)])
 
 
-@torch.no_grad()
+def ablated_margins(model: LensModel, removed: Bool[Tensor, "set layer head"], probes: Sequence[Probe], verbose: bool = False) -> Float[Tensor, "set prompt"]:
+    """Lead of the first answer token over the best other, in logits, with each set of heads mean-ablated; the mean is over the probes' clean prompts."""
+    anatomy, reference = model.anatomy, mean_z(model, probes)
+
+    def without(rows: Sequence[int]) -> Attention:
+        own = removed[rows].to(model.device)
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            z = attend_as(anatomy.layers[index], q, k, v)
+            return torch.where(own[:, index, :][:, None, :, None], reference[index].to(z), z)
+
+        return attention
+
+    return _margins(model, tqdm(list(_pairs(model, probes)), desc="knock-out", disable=not verbose), len(removed), without)
+
+
 def mask_preview(
     model: LensModel,
     masks: Mapping[str, Sequence[Bool[Tensor, "layer head"]]],
@@ -91,21 +97,11 @@ def mask_preview(
     return pd.DataFrame(sorted(rows, key=lambda row: (order[row["mask"]], row["draw"])))
 
 
-@torch.no_grad()
 def mask_margins(
     model: LensModel, masks: Bool[Tensor, "mask layer head"], pairs: Sequence[Pair], window: int = WINDOW, sinks: int = SINKS
 ) -> Float[Tensor, "mask prompt"]:
     """Lead of the first answer token over the best other, in logits, with the heads outside each mask restricted; masks are rows of one batch."""
-    margins = []
-    for pair in pairs:
-
-        def lead_of(rows: Sequence[int], pair: Pair = pair) -> Float[Tensor, "mask"]:
-            attention = restricted_attention(model.anatomy, masks[rows], window, sinks)
-            run = trace(model.anatomy, pair.clean.expand(len(rows), -1), pair.read[:1], attention=attention)
-            return torch.stack([lead(logits, pair.answer[0]) for logits in model.anatomy.logits(run.final[:, 0])]).float().cpu()
-
-        margins.append(in_batches(lead_of, range(len(masks)), max(1, default_batch_tokens(model) // len(pair.clean))))
-    return torch.stack(margins, 1)
+    return _margins(model, pairs, len(masks), lambda rows: restricted_attention(model.anatomy, masks[rows], window, sinks))
 
 
 def far_prompts(model: LensModel, probe: Probe, window: int = WINDOW) -> list[Pair]:
@@ -150,8 +146,18 @@ def _pairs(model: LensModel, probes: Sequence[Probe]) -> Iterator[Pair]:
             yield Pair(pair.clean[:stop], pair.corrupt[:stop], pair.answer[:1], pair.foil[:1], pair.read[:1], pair.needle)
 
 
-def _margin(model: LensModel, residual: Tensor, pair: Pair) -> float:
-    return float(lead(model.anatomy.logits(residual[None])[0], pair.answer[0]))
+@torch.no_grad()
+def _margins(model: LensModel, pairs: Iterable[Pair], n: int, attention: Callable[[Sequence[int]], Attention]) -> Float[Tensor, "row prompt"]:
+    """The answer's lead in each of ``n`` versions of the model, which are rows of one batch: ``attention(rows)`` is theirs."""
+    margins = []
+    for pair in pairs:
+
+        def lead_of(rows: Sequence[int], pair: Pair = pair) -> Float[Tensor, "row"]:
+            run = trace(model.anatomy, pair.clean.expand(len(rows), -1), pair.read[:1], attention=attention(rows))
+            return torch.stack([lead(logits, pair.answer[0]) for logits in model.anatomy.logits(run.final[:, 0])]).float().cpu()
+
+        margins.append(in_batches(lead_of, range(n), max(1, default_batch_tokens(model) // len(pair.clean))))
+    return torch.stack(margins, 1)
 
 
 def _summary(margins: np.ndarray) -> dict:
