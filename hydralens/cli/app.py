@@ -30,6 +30,10 @@ METHOD_HELP = (
     "or a detector: copy_paste, headkv, attention_mass, locos, logit_attribution, ablation_drop, zero_shot_kl, induction, echo or duo_attention."
 )
 Method = Annotated[str, typer.Option("--method", help=METHOD_HELP)]
+RECIPE_HELP = (
+    "What the other heads become: hydrahead (Gated DeltaNet), duo (a window) or hypenet (lightning attention) by the mask; "
+    "qwen3-next, kimi-linear, minimax-m1 or nemotron-3 by whole layers, where no mask is given."
+)
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="Counterfactual pairs per probe.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per retrieval prompt.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of probes and random draws.")]
@@ -176,10 +180,10 @@ def similarity(
 
 @app.command(epilog="Example: hydralens build embedded --mask runs/demo/head_mask.json --out runs/hybrid")
 def build(
-    mask_file: Annotated[Path, typer.Option("--mask", help="The head_mask.json of the model.", show_default=False)],
     out: Out,
     model: Model = "embedded",
-    recipe: Annotated[str, typer.Option("--recipe", help="Which hybrid; so far hydrahead only.")] = "hydrahead",
+    mask_file: Annotated[Path | None, typer.Option("--mask", help="The head_mask.json of the model.", show_default=False)] = None,
+    recipe: Annotated[str, typer.Option("--recipe", help=RECIPE_HELP)] = "hydrahead",
     device: Device = None,
     dtype: Dtype = None,
     quiet: Quiet = False,
@@ -187,21 +191,22 @@ def build(
     """Build the head-wise hybrid: full attention for the heads of the mask, Gated DeltaNet for the others, saved as a transformers model."""
     from hydralens.head_mask import HeadMask
     from hydralens.hybrid import build_hybrid
+    from hydralens.hybrid.recipes import recipe_named
     from hydralens.models.loading import load_model
     from hydralens.probes import niah
     from hydralens.run import check_writable
 
-    check_word("recipe", recipe, ("hydrahead",))
-    kept = HeadMask.load(mask_file)
+    recipe_named(recipe)
+    kept = None if mask_file is None else HeadMask.load(mask_file)
     check_writable(out)
     opened = load_model(model, device=device, dtype=dtype)
-    calibration = niah(opened, n_pairs=4, n_tokens=256).clean
-    hybrid = build_hybrid(opened, kept, calibration=calibration)
+    hybrid = build_hybrid(opened, kept, recipe=recipe, calibration=niah(opened, n_pairs=4, n_tokens=256).clean)
     hybrid.save_pretrained(out)
     opened.tokenizer.save_pretrained(out)
     if not quiet:
+        kinds = [kind for row in hybrid.config.kinds for kind in row]
         held = hybrid.cache_bytes(4096)
         share = held["hybrid"] / held["base"]
-        typer.echo(f"{kept.n_full} of {kept.array.numel()} heads keep full attention; a cache of 4096 tokens takes {share:.0%} of the base model's bytes.")
+        typer.echo(f"{kinds.count('full')} of {len(kinds)} heads keep full attention; a cache of 4096 tokens takes {share:.0%} of the base model's bytes.")
         typer.echo("It has not been trained: every head starts from the base model's weights, and a linear one needs training before it speaks.")
         typer.echo(out)

@@ -6,8 +6,9 @@ from hydralens.hybrid.build import build_hybrid
 from hydralens.hybrid.cache import HybridCache
 from hydralens.hybrid.config import HydraHeadConfig
 from hydralens.hybrid.modeling import HydraHeadForCausalLM
+from hydralens.hybrid.recipes import RECIPES, published_mask
 
 AutoConfig.register(HydraHeadConfig.model_type, HydraHeadConfig)
 AutoModelForCausalLM.register(HydraHeadConfig, HydraHeadForCausalLM)
 
-__all__ = ["HybridCache", "HydraHeadConfig", "HydraHeadForCausalLM", "build_hybrid"]
+__all__ = ["RECIPES", "HybridCache", "HydraHeadConfig", "HydraHeadForCausalLM", "build_hybrid", "published_mask"]

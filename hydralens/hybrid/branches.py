@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from hydralens.hybrid.backends import delta_rule
 from hydralens.hybrid.cache import HybridLayer
 from hydralens.hybrid.config import HydraHeadConfig
+from hydralens.hybrid.recurrence import linear_recurrence
 from hydralens.models.anatomy import Rope, rotate
 
 LONGEST, SHORTEST = 1e3, 10.0  # tokens after which a linear head has forgotten all but 1/e of a token, at the start of training
@@ -22,7 +23,8 @@ class Tokens:
     """What every layer is told about the tokens of a call.
 
     Attributes:
-        positions: each token's place in its document.
+        positions: each new token's place in its document.
+        key_positions: the same of all tokens, cached ones first.
         rope: cosines and sines at the positions.
         real: False for padding; None where there is none.
         visible: which keys each query sees, for the full heads; None where plain causality says it.
@@ -30,6 +32,7 @@ class Tokens:
     """
 
     positions: Int[Tensor, "batch pos"]
+    key_positions: Int[Tensor, "batch key"]
     rope: Rope
     real: Bool[Tensor, "batch pos"] | None
     visible: Bool[Tensor, "batch 1 pos key"] | None
@@ -70,11 +73,14 @@ class FullHeads(Branch):
     Of a KV group that the mask splits, only the KV heads that a full head reads are projected and cached.
     """
 
+    kind = "full"
+
     def __init__(self, config: HydraHeadConfig, layer: int, heads: list[int], qk_norm: nn.Module | None, bias: bool):
         group = config.num_attention_heads // config.num_key_value_heads
         kv_heads = sorted({head // group for head in heads})
         super().__init__(config, heads, kv_heads, qk_norm, bias, config.full_gate)
-        self.config, self.window = config, config.window(layer)
+        self.rope, self.log_scale, self.log_scale_in_training = config.full_rope, config.log_scale, config.log_scale_in_training
+        self.window, self.sinks = config.window(layer), 0
         self.reads = [kv_heads.index(head // group) for head in heads]
 
     def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
@@ -82,14 +88,14 @@ class FullHeads(Branch):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [batch head pos d_head]
-        if self.config.full_rope:
+        if self.rope:
             q, k = rotate(q, tokens.rope), rotate(k, tokens.rope)
-        if self.config.log_scale is not None and (self.config.log_scale_in_training or not self.training):
+        if self.log_scale is not None and (self.log_scale_in_training or not self.training):
             # In float32: in bfloat16 positions above 256 are no longer told apart.
-            scale = (tokens.positions.float() + self.config.log_scale).log() / math.log(self.config.log_scale)
+            scale = (tokens.positions.float() + self.log_scale).log() / math.log(self.log_scale)
             q = (q * scale[:, None, :, None]).to(q.dtype)
         if memory is not None:
-            k, v = memory.append("full.k", k), memory.append("full.v", v)
+            k, v = memory.append(f"{self.kind}.k", k), memory.append(f"{self.kind}.v", v)
         k, v = k[:, self.reads], v[:, self.reads]
         visible = self._visible(tokens, q.shape[2], k.shape[2], q.device)
         # Causality is told by is_causal only where queries and keys are the same tokens: it aligns the first query with the first key.
@@ -102,46 +108,44 @@ class FullHeads(Branch):
             if visible is None and 1 < n_queries < n_keys:
                 return causal_mask(n_queries, n_keys, device)
             return visible
-        near = causal_mask(n_queries, n_keys, device).triu(n_keys - n_queries - self.window + 1)
+        causal = causal_mask(n_queries, n_keys, device)
+        near = causal.triu(n_keys - n_queries - self.window + 1)
+        if self.sinks:
+            near = near | (causal & (tokens.key_positions < self.sinks)[:, None, None])
         return near if visible is None else visible & near
 
 
-class GatedDeltaHeads(Branch):
-    """Gated DeltaNet with RoPE, every query head with a key and value head of its own (section 2.3).
+class LinearHeads(Branch):
+    """Heads with a recurrent state instead of a cache, every query head with a key and value head of its own.
 
-        S_t = alpha_t S_{t-1} + beta_t k_t (v_t - (alpha_t S_{t-1})^T k_t)^T,   o_t = S_t^T q_t,
-        alpha_t = exp(-exp(A_log) softplus(W_a x_t + dt_bias)),   beta_t = sigmoid(W_b x_t),   q and k of length 1.
-
-    Padding neither decays the state nor is written to it.
+    A kind says in ``step`` what enters the recurrence of section 2.3, ``S <- alpha S + k u^T``. Padding neither decays the state nor is written to it.
     """
+
+    delta = True  # whether what a key already recalls is taken off what is written to it
+    rope = True
 
     def __init__(self, config: HydraHeadConfig, layer: int, heads: list[int], qk_norm: nn.Module | None, bias: bool):
         group = config.num_attention_heads // config.num_key_value_heads
         super().__init__(config, heads, [head // group for head in heads], qk_norm, bias, config.linear_gate)
-        self.config = config
-        self.a_proj = nn.Linear(config.hidden_size, len(heads), bias=False)
-        self.b_proj = nn.Linear(config.hidden_size, len(heads), bias=False)
-        self.A_log = nn.Parameter(torch.empty(len(heads), dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(len(heads), dtype=torch.float32))
-        taps = config.linear_conv
-        width = len(heads) * config.head_dim
+        self.config, self.layer = config, layer
+        taps, width = config.linear_conv, len(heads) * config.head_dim
         self.conv = None if taps is None else nn.ParameterDict({name: nn.Parameter(torch.empty(width, taps)) for name in ("q", "k", "v")})
+        self.make()
         self.start()
+
+    def make(self) -> None:
+        """The kind's own parameters."""
 
     @torch.no_grad()
     def start(self) -> None:
-        """Slow decay, its time spread over the heads from 1000 to 10 tokens, beta 1/2, a convolution that is the identity.
-
-        Gated DeltaNet's own start from scratch (A up to 16) would make half of the heads forget within a token or two.
-        """
-        self.a_proj.weight.zero_()
-        self.b_proj.weight.zero_()
-        self.A_log.zero_()
-        dt = torch.linspace(-math.log(LONGEST), -math.log(SHORTEST), len(self.heads), device=self.dt_bias.device).exp()
-        self.dt_bias.copy_(dt.expm1().log())  # softplus(dt_bias) = dt
+        """Where parameters start that the base model has none of: here a convolution that is the identity."""
         for taps in () if self.conv is None else self.conv.values():
             taps.zero_()
             taps[:, -1] = 1
+
+    def step(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, log decay and beta of the recurrence, from q, k and v ``[batch pos head d_head]`` after convolution, QK-norm and RoPE."""
+        raise NotImplementedError
 
     def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -150,47 +154,88 @@ class GatedDeltaHeads(Branch):
         q, k, v = self.split(q), self.split(k), self.split(v)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.config.linear_rope:
+        if self.rope and self.config.linear_rope:
             q, k = (rotate(y.transpose(1, 2), tokens.rope).transpose(1, 2) for y in (q, k))
-        q, k = F.normalize(q.float(), dim=-1).to(v.dtype), F.normalize(k.float(), dim=-1).to(v.dtype)
-        log_decay = -self.A_log.float().exp() * F.softplus(self.a_proj(x).float() + self.dt_bias.float())
-        beta = self.b_proj(x).float().sigmoid() * (2 if self.config.negative_eigenvalues else 1)
+        q, k, v, log_decay, beta = self.step(x, q, k, v)
         if tokens.real is not None:
-            log_decay, beta = (y * tokens.real[..., None] for y in (log_decay, beta))
-        state = None if memory is None else memory.tensors.get("gdn.state")
-        out, state = delta_rule(q, k, v, log_decay, beta, initial_state=state, cu_seqlens=tokens.documents, backend=self.config.gdn_backend)
+            log_decay, beta = (y * tokens.real.reshape(*tokens.real.shape, *[1] * (y.ndim - 2)) for y in (log_decay, beta))
+        state = None if memory is None else memory.tensors.get(f"{self.kind}.state")
+        out, last = self.recur(q, k, v, log_decay, beta, state, tokens.documents)
         if memory is not None:
-            memory.tensors["gdn.state"] = state
+            memory.tensors[f"{self.kind}.state"] = last
         return out
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        return linear_recurrence(q, k, v, log_decay, beta, delta=self.delta, initial_state=state, cu_seqlens=documents)
 
     def _convolved(self, name: str, x: Float[Tensor, "batch pos width"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos width"]:
         """Causal convolution over the real tokens of each document, the last inputs of the call before in front."""
         taps = self.conv[name]
-        n_past = taps.shape[1] - 1
+        n_past, key = taps.shape[1] - 1, f"{self.kind}.conv.{name}"
         if tokens.documents is not None:
             starts = tokens.documents.tolist()
             parts = [x[:, start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
             return torch.cat([_convolve(F.pad(part, (0, 0, n_past, 0)), taps) for part in parts], 1)
-        past = None if memory is None else memory.tensors.get(f"gdn.conv.{name}")
+        past = None if memory is None else memory.tensors.get(key)
         if past is None:
             past = x.new_zeros(x.shape[0], n_past, x.shape[2])
-        if tokens.real is None:
-            joined = torch.cat([past, x], 1)
-            if memory is not None:
-                memory.tensors[f"gdn.conv.{name}"] = joined[:, -n_past:]
-            return _convolve(joined, taps)
-        # Real tokens are moved together, to the right end, so that no tap falls on padding; afterwards everything goes back to its place.
-        order = tokens.real.long().argsort(dim=1, stable=True)[..., None].expand_as(x)
-        real = tokens.real.sum(1)
-        packed = x.gather(1, order)
-        rows, n_pos = torch.arange(x.shape[0], device=x.device)[:, None], x.shape[1]
-        joined = torch.cat([torch.zeros_like(past), packed], 1)
-        # The past stands directly before the first real token.
-        place = n_pos - real[:, None] + torch.arange(n_past, device=x.device)
-        joined = joined.index_put((rows, place), past)
+        order = None
+        if tokens.real is not None:  # real tokens are moved together, to the right end, so that no tap falls on padding, and afterwards back
+            order = tokens.real.long().argsort(dim=1, stable=True)[..., None].expand_as(x)
+            x = x.gather(1, order)
+        joined = torch.cat([past, x], 1)
+        if order is not None:  # the past stands directly before the first real token
+            rows, n_padding = torch.arange(x.shape[0], device=x.device)[:, None], (~tokens.real).sum(1, keepdim=True)
+            joined = joined.index_put((rows, n_padding + torch.arange(n_past, device=x.device)), past)
         if memory is not None:
-            memory.tensors[f"gdn.conv.{name}"] = joined[:, -n_past:]
-        return torch.zeros_like(x).scatter(1, order, _convolve(joined, taps))
+            memory.tensors[key] = joined[:, -n_past:]
+        out = _convolve(joined, taps)
+        return out if order is None else torch.zeros_like(out).scatter(1, order, out)
+
+
+class GatedDeltaHeads(LinearHeads):
+    """Gated DeltaNet with RoPE (section 2.3).
+
+    S_t = alpha_t S_{t-1} + beta_t k_t (v_t - (alpha_t S_{t-1})^T k_t)^T,   o_t = S_t^T q_t,
+    alpha_t = exp(-exp(A_log) softplus(W_a x_t + dt_bias)),   beta_t = sigmoid(W_b x_t),   q and k of length 1.
+    """
+
+    kind = "gdn"
+
+    def make(self) -> None:
+        self.a_proj = nn.Linear(self.config.hidden_size, len(self.heads), bias=False)
+        self.b_proj = nn.Linear(self.config.hidden_size, len(self.heads), bias=False)
+        self.A_log = nn.Parameter(torch.empty(len(self.heads), dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(len(self.heads), dtype=torch.float32))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Slow decay, its time spread over the heads from 1000 to 10 tokens, beta 1/2.
+
+        Gated DeltaNet's own start from scratch (A up to 16) would make half of the heads forget within a token or two.
+        """
+        super().start()
+        self.a_proj.weight.zero_()
+        self.b_proj.weight.zero_()
+        self.A_log.zero_()
+        self.dt_bias.copy_(slow_decay(len(self.heads)))
+
+    def step(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        log_decay = -self.A_log.float().exp() * F.softplus(self.a_proj(x).float() + self.dt_bias.float())
+        beta = self.b_proj(x).float().sigmoid() * (2 if self.config.negative_eigenvalues else 1)
+        return unit(q), unit(k), v, log_decay, beta
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        return delta_rule(q, k, v, log_decay, beta, initial_state=state, cu_seqlens=documents, backend=self.config.gdn_backend)
+
+
+def unit(x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+    return F.normalize(x.float(), dim=-1).to(x.dtype)
+
+
+def slow_decay(n_heads: int) -> Float[Tensor, "head"]:
+    """Biases whose softplus is 1 / 1000 to 1 / 10, evenly on a logarithmic scale: with A = 1, heads that remember for 1000 to 10 tokens."""
+    return torch.linspace(-math.log(LONGEST), -math.log(SHORTEST), n_heads).exp().expm1().log()
 
 
 def _convolve(x: Float[Tensor, "batch past+pos width"], taps: Float[Tensor, "width tap"]) -> Float[Tensor, "batch pos width"]:
@@ -200,6 +245,3 @@ def _convolve(x: Float[Tensor, "batch past+pos width"], taps: Float[Tensor, "wid
 def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Bool[Tensor, "pos key"]:
     """The last query sees the last key."""
     return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_queries)
-
-
-BRANCHES = {"full": FullHeads, "gdn": GatedDeltaHeads}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -13,12 +13,18 @@ from hydralens.head_mask import HeadMask
 from hydralens.hybrid.branches import Branch
 from hydralens.hybrid.config import HydraHeadConfig
 from hydralens.hybrid.modeling import HydraHeadForCausalLM
+from hydralens.hybrid.recipes import kinds_of, recipe_named
 from hydralens.models.forward import trace
 from hydralens.models.lens import LensModel, wrap_model
 
 
 def build_hybrid(
-    model: LensModel | PreTrainedModel, mask: HeadMask, *, calibration: Int[Tensor, "batch pos"] | None = None, **choices: Any
+    model: LensModel | PreTrainedModel,
+    mask: HeadMask | Bool[Tensor, "layer head"] | None = None,
+    *,
+    recipe: str = "hydrahead",
+    calibration: Int[Tensor, "batch pos"] | None = None,
+    **choices: Any,
 ) -> HydraHeadForCausalLM:
     """The head-wise hybrid of ``model``: heads in ``mask`` keep full attention, every other head becomes Gated DeltaNet (HydraHead section 2).
 
@@ -26,9 +32,11 @@ def build_hybrid(
     ones), the output projection, MLPs, norms and embeddings are taken as they are. A hybrid needs training before it speaks.
 
     Args:
+        mask: a ``HeadMask`` of this model, or True where a head stays full. A recipe of whole layers needs none.
+        recipe: what the other heads become, and the choices that go with it: ``hydralens.hybrid.RECIPES``.
         calibration: unpadded token ids on which the model's mean RMS of each head's output is measured; ``gamma`` starts there, so that the heads
             keep their relative strength behind the fusion norm. Without it gamma starts at 1.
-        choices: fields of ``HydraHeadConfig``.
+        choices: fields of ``HydraHeadConfig``; they win over the recipe's.
 
     Returns:
         In the model's dtype and on its device, in evaluation mode; decay parameters and gamma in float32.
@@ -37,15 +45,22 @@ def build_hybrid(
         InputError: the mask is another model's, the base family is not supported, or a choice is unknown.
     """
     lens = model if isinstance(model, LensModel) else wrap_model(model)
-    mask.check_model(lens.info)
-    full = mask.to_query().array
-    kinds = [["full" if keep else "gdn" for keep in row] for row in full.tolist()]
+    if isinstance(mask, HeadMask):
+        mask.check_model(lens.info)
+        full = mask.to_query().array
+    else:
+        full = mask
+        if full is not None and (full.shape != (lens.info.n_layers, lens.info.n_heads) or full.dtype != torch.bool):
+            shape = [lens.info.n_layers, lens.info.n_heads]
+            raise InputError(f"mask is {full.dtype} {list(full.shape)}, expected bool {shape}, True where a head stays full")
+    kinds = kinds_of(recipe, lens.info.n_layers, lens.info.n_heads, full)
     base = lens.hf.config.to_dict()
     fields = set(HydraHeadConfig.__init__.__kwdefaults__)
     if unknown := sorted(set(choices) - fields):
         raise InputError(f"choice {unknown[0]!r} is unknown; a hybrid has {', '.join(sorted(fields))}")
-    config = HydraHeadConfig(base=base, kinds=kinds, **choices)
-    config.mask = mask.model_dump(mode="json")
+    config = HydraHeadConfig(base=base, kinds=kinds, **(recipe_named(recipe).choices | choices))
+    config.recipe = recipe
+    config.mask = mask.model_dump(mode="json") if isinstance(mask, HeadMask) else None
     with torch.device(lens.device):
         hybrid = HydraHeadForCausalLM(config)
     _copy_weights(hybrid, lens.hf)
@@ -53,7 +68,7 @@ def build_hybrid(
     for name, parameter in hybrid.named_parameters():
         if name.split(".")[-1] not in strict:
             parameter.data = parameter.data.to(lens.dtype)
-    if calibration is not None and config.fusion_norm:
+    if calibration is not None and config.fusion_norm and config.norm_scope == "head":
         _start_gamma(hybrid, _head_rms(lens, calibration))
     hybrid.generation_config = lens.hf.generation_config
     return hybrid.eval()

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from hydralens.errors import InputError, check_word
 
 BASES = ("llama", "qwen2", "qwen3", "mistral")
-KINDS = ("full", "gdn")  # softmax attention, Gated DeltaNet
+KINDS = ("full", "gdn", "window", "kda", "lightning", "gla", "mamba2")
 GATES = (None, "head", "channel")
 REFUSED = {
     "gemma2": "its attention scores are soft-capped and its norms sandwiched, which the branches do not reproduce",
@@ -22,7 +22,7 @@ class HydraHeadConfig(PreTrainedConfig):
 
     Args:
         base: the base model's config as a dict, ``model_type`` included; everything but attention follows it.
-        kinds: ``[layer][head]``, ``"full"`` or ``"gdn"``.
+        kinds: ``[layer][head]``: ``"full"`` or ``"gdn"``; or, to compare with other hybrids, ``"window"``, ``"kda"``, ``"lightning"``, ``"gla"``, ``"mamba2"``.
         full_rope: keep RoPE on the full heads. HydraHead removes it.
         log_scale: ``a`` of the query's length scale ``log(t + a) / log(a)`` at position ``t`` of the full heads, so that attention stays sharp over
             long contexts; None: none. HydraHead names the scale and not its form; this is HypeNet's (Eq. 11).
@@ -35,7 +35,10 @@ class HydraHeadConfig(PreTrainedConfig):
         linear_gate: as ``full_gate``, on the linear heads.
         negative_eigenvalues: beta in 0..2 instead of 0..1.
         fusion_norm: RMSNorm of every head's output on its own (Eq. 13). False: outputs are taken as they are.
+        norm_scope: ``"head"``, or ``"linear"``: one RMSNorm over all linear heads of a layer together and none on the full heads.
         gamma: learnable scale after it (Eq. 14): one a ``"head"`` or one a ``"channel"``.
+        window_size, sinks: what window heads see: the last tokens, their own included, and the first.
+        lightning: whose lightning attention: ``"minimax"`` or ``"hypenet"``.
         gdn_backend: ``"auto"`` (fla on a GPU, torch elsewhere), ``"torch"`` or ``"fla"``; the environment's ``HYDRALENS_GDN`` wins.
 
     Raises:
@@ -59,7 +62,11 @@ class HydraHeadConfig(PreTrainedConfig):
         linear_gate: str | None = None,
         negative_eigenvalues: bool = False,
         fusion_norm: bool = True,
+        norm_scope: str = "head",
         gamma: str = "channel",
+        window_size: int = 64,
+        sinks: int = 4,
+        lightning: str = "minimax",
         gdn_backend: str = "auto",
         **kwargs: Any,
     ):
@@ -87,7 +94,11 @@ class HydraHeadConfig(PreTrainedConfig):
         for name, value in (("full_gate", full_gate), ("linear_gate", linear_gate)):
             if value not in GATES:
                 raise InputError(f"{name} is {value!r}; choose 'head', 'channel' or None")
+        check_word("norm_scope", norm_scope, ("head", "linear"))
         check_word("gamma", gamma, ("head", "channel"))
+        check_word("lightning", lightning, ("minimax", "hypenet"))
+        if window_size < 1 or sinks < 0:
+            raise InputError(f"window_size is {window_size} and sinks {sinks}; a head sees at least itself: give 1 or more, and sinks of 0 or more")
         check_word("gdn_backend", gdn_backend, ("auto", "torch", "fla"))
         if log_scale is not None and log_scale <= 1:
             raise InputError(f"log_scale is {log_scale}; it must be above 1, or None for no scale")
@@ -104,7 +115,11 @@ class HydraHeadConfig(PreTrainedConfig):
         self.linear_gate = linear_gate
         self.negative_eigenvalues = negative_eigenvalues
         self.fusion_norm = fusion_norm
+        self.norm_scope = norm_scope
         self.gamma = gamma
+        self.window_size = window_size
+        self.sinks = sinks
+        self.lightning = lightning
         self.gdn_backend = gdn_backend
         super().__init__(**kwargs)
 

@@ -19,10 +19,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hydralens.errors import InputError
 from hydralens.files import write_text
-from hydralens.hybrid.branches import BRANCHES, GatedDeltaHeads, Tokens, causal_mask
+from hydralens.hybrid.branches import FullHeads, GatedDeltaHeads, LinearHeads, Tokens, causal_mask
 from hydralens.hybrid.cache import HybridCache, HybridLayer
 from hydralens.hybrid.config import HydraHeadConfig
+from hydralens.hybrid.rivals import RIVALS
 
+BRANCHES = {"full": FullHeads, "gdn": GatedDeltaHeads, **RIVALS}
 PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"  # renamed in transformers 5.24
 
@@ -50,16 +52,23 @@ class Fusion(nn.Module):
     Softmax outputs grow with the norm of the query and Gated DeltaNet's do not, so that without it one kind drowns the other.
     """
 
-    def __init__(self, config: HydraHeadConfig):
+    def __init__(self, config: HydraHeadConfig, layer: int):
         super().__init__()
+        linear = [head for head, kind in enumerate(config.kinds[layer]) if issubclass(BRANCHES[kind], LinearHeads)]
+        self.together = linear if config.norm_scope == "linear" else None
         shape = (config.num_attention_heads, config.head_dim if config.gamma == "channel" else 1)
         self.gamma = nn.Parameter(torch.ones(shape, dtype=torch.float32))
         self.eps = config.base_config.rms_norm_eps
 
     def forward(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
         x = z.to(torch.promote_types(z.dtype, torch.float32))
-        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.gamma
-        return x.to(z.dtype)
+        square = x.square().mean(-1, keepdim=True)
+        if self.together is None:
+            scale = (square + self.eps).rsqrt()
+        else:
+            scale = torch.ones_like(square)
+            scale[:, :, self.together] = (square[:, :, self.together].mean(2, keepdim=True) + self.eps).rsqrt()
+        return (x * scale * self.gamma).to(z.dtype)
 
 
 class HybridAttention(nn.Module):
@@ -74,7 +83,7 @@ class HybridAttention(nn.Module):
         self.branches = nn.ModuleDict({kind: BRANCHES[kind](config, layer, own, qk_norm, bias) for kind, own in heads.items()})
         order = [head for own in heads.values() for head in own]
         self.place = [order.index(head) for head in range(len(kinds))]  # where each head of the base model stands among the branches' outputs
-        self.fusion = Fusion(config) if config.fusion_norm else None
+        self.fusion = Fusion(config, layer) if config.fusion_norm else None
         self.o_proj = nn.Linear(len(kinds) * config.head_dim, config.hidden_size, bias=teacher.o_proj.bias is not None)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos d_model"]:
@@ -113,7 +122,7 @@ class HydraHeadPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _is_stateful = True  # the recurrent state cannot be rolled back: no assisted decoding
     # In bfloat16 the slowest decays would round to none.
-    _keep_in_fp32_modules_strict = {"A_log", "dt_bias", "gamma"}
+    _keep_in_fp32_modules_strict = {"A_log", "dt_bias", "gamma", "D"}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -121,10 +130,10 @@ class HydraHeadPreTrainedModel(PreTrainedModel):
         match module:
             case Fusion():
                 init.ones_(module.gamma)
-            case GatedDeltaHeads():
-                fresh = GatedDeltaHeads(module.config, 0, module.heads, None, False)
+            case LinearHeads():
+                fresh = type(module)(module.config, module.layer, module.heads, None, False)
                 for name, value in fresh.named_parameters():
-                    if name.split(".")[0] in ("a_proj", "b_proj", "A_log", "dt_bias", "conv"):
+                    if name.split(".")[0] not in ("q_proj", "k_proj", "v_proj", "gate"):
                         init.copy_(module.get_parameter(name), value)
         if getattr(module, "gate", None) is not None:
             init.zeros_(module.gate.weight)
@@ -164,14 +173,14 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         batch, n_pos = x.shape[:2]
         here = torch.arange(n_pos, device=x.device)
         real = visible = None
-        positions = (here + n_past).expand(batch, -1)
+        keys = torch.arange(n_past + n_pos, device=x.device)[None]
         if cu_seqlens is not None:
             if batch != 1 or n_past or attention_mask is not None:
                 raise InputError(f"cu_seqlens packs documents into one row without cache or attention_mask; got batch {batch}, {n_past} cached tokens")
             if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n_pos:
                 raise InputError(f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}; it must run from 0 to the {n_pos} tokens of the row")
             document = torch.searchsorted(cu_seqlens[1:].contiguous(), here, right=True)
-            positions = (here - cu_seqlens[document])[None]
+            keys = (here - cu_seqlens[document])[None]
             visible = (causal_mask(n_pos, n_pos, x.device) & (document[:, None] == document))[None, None]
         elif attention_mask is not None:
             if attention_mask.shape != (batch, n_past + n_pos):
@@ -182,12 +191,12 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
             if not attention_mask.all():
                 known = attention_mask.bool()
                 real = known[:, n_past:]
-                positions = (known.cumsum(1) - 1).clamp(min=0)[:, n_past:]
+                keys = (known.cumsum(1) - 1).clamp(min=0)
                 own = torch.eye(n_pos, dtype=torch.bool, device=x.device)  # padding sees itself, or its softmax would be over nothing
                 visible = causal_mask(n_pos, n_past + n_pos, x.device) & known[:, None, None]
                 visible[..., n_past:] |= own
-        positions = positions if position_ids is None else position_ids.expand(batch, -1)
-        return Tokens(positions, self.rotary_emb(x, positions), real, visible, cu_seqlens)
+        positions = (keys[:, n_past:] if position_ids is None else position_ids).expand(batch, -1)
+        return Tokens(positions, keys, self.rotary_emb(x, positions), real, visible, cu_seqlens)
 
 
 class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
@@ -253,9 +262,9 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
     def cache_bytes(self, n_tokens: int, batch: int = 1) -> dict[str, int]:
         """Bytes of a cache of ``n_tokens``: ``"hybrid"``, of it ``"kv"`` and ``"state"``, and ``"base"`` for the base model in the same dtype."""
         config, size = self.config, torch.finfo(self.dtype).bits // 8
-        branches = [branch for layer in self.model.layers for branch in layer.self_attn.branches.items()]
-        n_kv = sum(len(branch.kv_heads) for kind, branch in branches if kind == "full")
-        n_linear = sum(len(branch.heads) for kind, branch in branches if kind == "gdn")
+        branches = [branch for layer in self.model.layers for branch in layer.self_attn.branches.values()]
+        n_kv = sum(len(branch.kv_heads) for branch in branches if isinstance(branch, FullHeads))
+        n_linear = sum(len(branch.heads) for branch in branches if isinstance(branch, LinearHeads))
         kv = 2 * n_kv * config.head_dim * n_tokens * size
         state = n_linear * config.head_dim * (config.head_dim * 4 + 3 * ((config.linear_conv or 1) - 1) * size)
         base = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * n_tokens * size

@@ -1,4 +1,4 @@
-"""Gated DeltaNet's recurrence in plain torch: the chunked form that trains on a CPU, and the step loop that defines it.
+"""Linear recurrences in plain torch: Gated DeltaNet's in chunks, which trains on a CPU, and the step loop that defines it and all the others.
 
         S <- alpha_t S;   u = beta_t (v_t - S^T k_t);   S <- S + k_t u^T;   o_t = S^T q_t
 
@@ -80,15 +80,34 @@ def gated_delta_rule_recurrent(
     cu_seqlens: Int[Tensor, "n"] | None = None,
 ) -> tuple[Float[Tensor, "batch pos head d_v"], Float[Tensor, "batch head d_k d_v"]]:
     """The same, token by token."""
-    _check(q, k, v, log_decay, beta, initial_state, cu_seqlens)
+    return linear_recurrence(q, k, v, log_decay, beta, delta=True, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+def linear_recurrence(
+    q: Float[Tensor, "batch pos head d_k"],
+    k: Float[Tensor, "batch pos head d_k"],
+    v: Float[Tensor, "batch pos head d_v"],
+    log_decay: Float[Tensor, "batch pos head"] | Float[Tensor, "batch pos head d_k"],
+    beta: Float[Tensor, "batch pos head"],
+    *,
+    delta: bool,
+    initial_state: Float[Tensor, "batch head d_k d_v"] | None = None,
+    cu_seqlens: Int[Tensor, "n"] | None = None,
+) -> tuple[Float[Tensor, "batch pos head d_v"], Float[Tensor, "batch head d_k d_v"]]:
+    """Every linear mixer, token by token: one decay a head or one a key channel; with ``delta`` what the key already recalls is taken off first.
+
+    Without it u = beta_t v_t: lightning attention, gated linear attention, Mamba-2 (whose step size is beta).
+    """
+    _check(q, k, v, log_decay if log_decay.ndim == 3 else log_decay[..., 0], beta, initial_state, cu_seqlens)
     if cu_seqlens is not None:
-        return _by_document(gated_delta_rule_recurrent, q, k, v, log_decay, beta, initial_state, cu_seqlens)
+        return _by_document(linear_recurrence, q, k, v, log_decay, beta, initial_state, cu_seqlens, delta=delta)
     dtype = torch.promote_types(v.dtype, torch.float32)
+    log_decay = log_decay[..., None] if log_decay.ndim == 3 else log_decay
     state, out = _first_state(k, v, initial_state, dtype), []
     for q_t, k_t, v_t, g_t, beta_t in zip(*(x.to(dtype).unbind(1) for x in (q, k, v, log_decay, beta)), strict=True):
-        state = g_t.exp()[..., None, None] * state
-        update = beta_t[..., None] * (v_t - (state.transpose(-1, -2) @ k_t[..., None])[..., 0])
-        state = state + k_t[..., :, None] * update[..., None, :]
+        state = g_t.exp()[..., None] * state
+        recalled = (state.transpose(-1, -2) @ k_t[..., None])[..., 0] if delta else 0
+        state = state + k_t[..., :, None] * (beta_t[..., None] * (v_t - recalled))[..., None, :]
         out.append((state.transpose(-1, -2) @ q_t[..., None])[..., 0])
     return (torch.stack(out, 1).to(v.dtype) if out else torch.empty_like(v)), state
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from hydralens import cli
 from hydralens.figures import saving
 from hydralens.head_mask import HeadMask
+from hydralens.hybrid import RECIPES
 from hydralens.mask_formats import FORMATS
 from hydralens.models.loading import load_model
 from hydralens.scores import HeadScores
@@ -90,11 +91,11 @@ def test_every_help_has_an_example(verb, command):
 
 
 def test_help_lists_every_verb_rule_method_and_format(command):
-    words = {verb: command(*verb.split(), "--help")[1] for verb in ("", "mask", "run", "score", "select", "mask convert")}
+    words = {verb: command(*verb.split(), "--help")[1] for verb in ("", "mask", "run", "score", "select", "mask convert", "build")}
     for verb in VERBS:
         group, _, name = verb.rpartition(" ")
         assert re.search(rf"^│ {name} ", words[group], re.MULTILINE)
-    for verb, expected in (("run", RULES + METHODS), ("select", RULES), ("score", METHODS), ("mask convert", FORMATS)):
+    for verb, expected in (("run", RULES + METHODS), ("select", RULES), ("score", METHODS), ("mask convert", FORMATS), ("build", RECIPES)):
         shown = re.sub(r"[\s│]+", " ", words[verb])
         assert [word for word in expected if not re.search(rf"(?<![\w-]){word}(?![\w-])", shown)] == []
 
@@ -193,8 +194,10 @@ def test_build_writes_a_hybrid_that_opens(command, planted, tmp_path):
     hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid")
     assert hybrid.config.kinds[1] == ["gdn", "gdn", "full", "gdn"] and (hybrid.model.layers[1].self_attn.fusion.gamma != 1).any()
     assert (tmp_path / "hybrid" / "tokenizer.json").exists()
+    code, out, err = command("build", planted, "--out", tmp_path / "none")
+    assert code == 2 and "recipe 'hydrahead' needs a mask" in err
     code, out, err = command("build", planted, "--mask", tmp_path / "mask.json", "--out", tmp_path / "other", "--recipe", "mamba")
-    assert code == 2 and "recipe 'mamba' is not one of hydrahead" in err and not (tmp_path / "other").exists()
+    assert code == 2 and "recipe 'mamba' is unknown" in err and not (tmp_path / "other").exists()
 
 
 def test_similarity_writes_matrices_and_figures(command, planted, tmp_path, monkeypatch):
