@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -252,6 +253,18 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
         logits = self.lm_head(states[-1][:, -logits_to_keep:] if logits_to_keep else states[-1])
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=tuple(states) if output_hidden_states else None, **{CACHE: cache})
+
+    @classmethod
+    def from_pretrained(cls, place: str | Path | None, *args: Any, **kwargs: Any) -> "HydraHeadForCausalLM":
+        """As in transformers.
+
+        Raises:
+            InputError: a weight file is damaged or cut short.
+        """
+        try:
+            return super().from_pretrained(place, *args, **kwargs)
+        except SafetensorError as error:
+            raise InputError(f"a weight file of {str(place)!r} is damaged or cut short ({error}); save or copy it again") from None
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """As in transformers, and beside it a module through which ``trust_remote_code=True`` opens the folder wherever hydralens is installed."""

@@ -192,6 +192,16 @@ def test_a_checkpoint_with_a_missing_tensor_starts_it_afresh_and_keeps_the_rest(
         assert name == lost or torch.equal(own, hybrid.state_dict()[name]), name
 
 
+def test_a_checkpoint_cut_short_is_one_clear_line(tmp_path):
+    hybrid, _ = tiny_hybrid("llama")
+    hybrid.save_pretrained(tmp_path)
+    path = next(tmp_path.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-100])
+    for opener in (HydraHeadForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(InputError, match="damaged or cut short"):
+            opener.from_pretrained(tmp_path)
+
+
 def test_tied_embeddings_stay_tied(tmp_path):
     config = tiny_hf("llama").config
     config.tie_word_embeddings = True
