@@ -1,4 +1,4 @@
-"""How unequal are the heads of a layer, how many are critical and how many replaceable? The paper's statistics on another model (section 2, Table 16).
+"""How unequal are the heads of a layer, how many are critical and how many replaceable? The paper's statistics on another model (Table 16).
 
     python analyses/head_importance.py [MODEL] --out analyses/results/embedded [--scores FOLDER] [--pairs 8] [--tokens 256]
 

@@ -1,4 +1,4 @@
-"""How heads of one layer differ: how unequal they are, how many are critical and how many replaceable, and how they attend (HydraHead section 2, Table 16)."""
+"""How heads of one layer differ: how unequal they are, how many are critical and how many replaceable, and how they attend (HydraHead, Table 16)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class HeadProfile:
 
 
 def head_profile(scores: HeadScores, critical: float = THRESHOLD, replaceable: float = REPLACEABLE) -> HeadProfile:
-    """The profile of a model's heads from direct effects, or from what the method measures where there are none (HydraHead section 2).
+    """The profile of a model's heads from direct effects, or from what the method measures where there are none (HydraHead).
 
     Args:
         critical: importance from which a head is critical; 0.01 in the paper.

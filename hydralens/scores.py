@@ -19,7 +19,7 @@ from hydralens.models.info import ModelInfo
 from hydralens.patching.effects import HeadEffects
 from hydralens.probes.base import Probe
 
-THRESHOLD = 0.01  # an effect above this makes a head count for a probe (HydraHead section 1.5)
+THRESHOLD = 0.01  # an effect above this makes a head count for a probe (HydraHead)
 
 ROLES = ("receivers", "senders", "measured")
 Effects = Mapping[str, Mapping[str, HeadEffects]]  # capability -> probe label -> effects

@@ -1,4 +1,4 @@
-"""From scores to a mask: how many heads keep full attention, and which (HydraHead section 3, Tables 6 and 7).
+"""From scores to a mask: how many heads keep full attention, and which (HydraHead, Tables 6 and 7).
 
 Every rule is exact and ends in a stated tie-break. Heads that could not be measured (a NaN score) are never chosen, and a
 layer without a measured head counts for no rule.

@@ -13,7 +13,7 @@ PALE = "#9cc4ec"  # between the blue of critical heads and the grey of replaceab
 
 
 def layer_profile(scores: HeadScores) -> go.Figure:
-    """How unequal the heads of each layer are (Gini), and how many are critical, replaceable or in between (HydraHead section 2, Table 16)."""
+    """How unequal the heads of each layer are (Gini), and how many are critical, replaceable or in between (HydraHead, Table 16)."""
     name = quantity(next(iter(all_probes(direct(scores)).values())))
     profile = head_profile(scores)
     layers, (n_layers, n_heads) = profile.to_frame(), profile.importance.shape

@@ -1,4 +1,4 @@
-"""The two kinds of heads. A branch maps hidden states to the outputs of its own heads, with projections of its own (HydraHead section 2)."""
+"""The two kinds of heads. A branch maps hidden states to the outputs of its own heads, with projections of its own (HydraHead)."""
 
 import math
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Branch(nn.Module):
 
 
 class FullHeads(Branch):
-    """Softmax attention without RoPE, its queries growing with the length of the context (section 2.2).
+    """Softmax attention without RoPE, its queries growing with the length of the context.
 
     Of a KV group that the mask splits, only the KV heads that a full head reads are projected and cached.
     """
@@ -118,7 +118,7 @@ class FullHeads(Branch):
 class LinearHeads(Branch):
     """Heads with a recurrent state instead of a cache, every query head with a key and value head of its own.
 
-    A kind says in ``step`` what enters the recurrence of section 2.3, ``S <- alpha S + k u^T``. Padding neither decays the state nor is written to it.
+    A kind says in ``step`` what enters the recurrence ``S <- alpha S + k u^T``. Padding neither decays the state nor is written to it.
     """
 
     delta = True  # whether what a key already recalls is taken off what is written to it
@@ -194,7 +194,7 @@ class LinearHeads(Branch):
 
 
 class GatedDeltaHeads(LinearHeads):
-    """Gated DeltaNet with RoPE (section 2.3).
+    """Gated DeltaNet with RoPE (HydraHead).
 
     S_t = alpha_t S_{t-1} + beta_t k_t (v_t - (alpha_t S_{t-1})^T k_t)^T,   o_t = S_t^T q_t,
     alpha_t = exp(-exp(A_log) softplus(W_a x_t + dt_bias)),   beta_t = sigmoid(W_b x_t),   q and k of length 1.

@@ -26,7 +26,7 @@ def build_hybrid(
     calibration: Int[Tensor, "batch pos"] | None = None,
     **choices: Any,
 ) -> HydraHeadForCausalLM:
-    """The head-wise hybrid of ``model``: heads in ``mask`` keep full attention, every other head becomes Gated DeltaNet (HydraHead section 2).
+    """The head-wise hybrid of ``model``: heads in ``mask`` keep full attention, every other head becomes Gated DeltaNet (HydraHead).
 
     All weights come from the model: both kinds of heads start from their own rows of q, k and v (K and V of a group repeated by head for the linear
     ones), the output projection, MLPs, norms and embeddings are taken as they are. A hybrid needs training before it speaks.

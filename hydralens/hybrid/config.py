@@ -18,7 +18,7 @@ REFUSED = {
 
 
 class HydraHeadConfig(PreTrainedConfig):
-    """A head-wise hybrid (HydraHead section 2): which heads keep softmax attention, which become Gated DeltaNet, and how they are fused.
+    """A head-wise hybrid (HydraHead): which heads keep softmax attention, which become Gated DeltaNet, and how they are fused.
 
     Args:
         base: the base model's config as a dict, ``model_type`` included; everything but attention follows it.

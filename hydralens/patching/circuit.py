@@ -1,4 +1,4 @@
-"""Which heads feed which: path patching iterated one step back until nothing new passes the threshold (HydraHead section 1.6)."""
+"""Which heads feed which: path patching iterated one step back until nothing new passes the threshold (HydraHead)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Path patching: sender head -> the receivers' inputs -> answer, every other path frozen (IOI, Wang et al. 2022; HydraHead section 1.6).
+"""Path patching: sender head -> the receivers' inputs -> answer, every other path frozen (IOI, Wang et al. 2022; HydraHead).
 
 Pass 1 of a sender is position-wise, since all attention but its own output is frozen; pass 2 starts at the first receiver that the
 sender can reach. All senders are rows of one batch in both passes, so that no full forward is spent on any of them.

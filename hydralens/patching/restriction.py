@@ -60,7 +60,7 @@ def restriction_effects(
     is within ``tolerance``. ``completeness_error`` says what is left.
 
     Only the clean prompts are run, each at five points of the path or more: a forward and a backward for every point. A model whose
-    answer comes about gradually needs few (SmolLM2-135M seven on average), one in which it tips over needs many (Gemma 3 270M about fifty).
+    answer comes about gradually needs few (SmolLM2-135M seven or eight), one in which it tips over needs many (Gemma 3 270M sixty and more).
 
     Args:
         steps: equal steps to begin with.

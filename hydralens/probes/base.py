@@ -15,7 +15,7 @@ PAD_LABEL = -100  # fills answer, foil and read_positions of pairs whose answer 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Counterfactual pairs that test one capability (HydraHead section 3; clean/corrupt = ARENA's orig/new, pyvene's base/source).
+    """Counterfactual pairs that test one capability (HydraHead; clean/corrupt = ARENA's orig/new, pyvene's base/source).
 
     The answer is teacher-forced: ``clean`` and ``corrupt`` both end in the prompt plus the clean answer without its last
     token, so that every answer token has a read position and both runs have the same tokens there.

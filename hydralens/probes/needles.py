@@ -125,7 +125,7 @@ def retrieval(
     depth: float | None = None,
     haystack: str | Path | list[str] | None = None,
 ) -> list[Probe]:
-    """Every shape with every corruption, one probe each: the sub-probes of long-context retrieval (HydraHead section 3.2).
+    """Every shape with every corruption, one probe each: the sub-probes of long-context retrieval (HydraHead).
 
     See ``niah`` for the arguments; ``shapes`` defaults to all of ``SHAPES``.
 

@@ -1,4 +1,4 @@
-"""How alike layers are and how alike heads are, by what they hold, what they write and what they cause (HydraHead section 2, Fig. 2).
+"""How alike layers are and how alike heads are, by what they hold, what they write and what they cause (HydraHead, Fig. 2).
 
 ``layer_similarity`` and ``head_similarity`` give one matrix each, ``similarities`` several of both from one pass over the prompts;
 ``block_structure`` tests whether layers, and whether heads, are alike in blocks.

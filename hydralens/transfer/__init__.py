@@ -1,1 +1,1 @@
-"""From an untrained hybrid to one that speaks: alignment, distillation, fine-tuning (HydraHead section 3)."""
+"""From an untrained hybrid to one that speaks: alignment, distillation, fine-tuning (HydraHead)."""
