@@ -25,10 +25,10 @@ def gdn_backend(device: torch.device, wanted: str = "auto") -> str:
     """
     wanted = os.environ.get(VARIABLE, wanted)
     check_word(VARIABLE, wanted, ("auto", "torch", "fla"))
-    if wanted == "torch" or (wanted == "auto" and device.type == "cpu"):
+    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
         return "torch"
-    if device.type == "cpu":
-        raise InputError(f"{VARIABLE}=fla, but the model is on the CPU, where fla's kernels do not run; use auto or torch")
+    if device.type != "cuda":
+        raise InputError(f"{VARIABLE}=fla, but the model is on {device.type}, where fla's kernels do not run; use auto or torch")
     if importlib.util.find_spec("fla") is None or importlib.util.find_spec("triton") is None:
         raise InputError(NEEDS_FLA)
     return "fla"
@@ -75,4 +75,5 @@ def delta_rule(
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as kernel
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
+    q, k = q.to(v.dtype), k.to(v.dtype)  # RoPE leaves them in float32 under autocast
     return kernel(q=q, k=k, v=v, g=log_decay, beta=beta, scale=1.0, initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens)

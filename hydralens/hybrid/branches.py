@@ -109,9 +109,11 @@ class FullHeads(Branch):
                 return causal_mask(n_queries, n_keys, device)
             return visible
         causal = causal_mask(n_queries, n_keys, device)
-        near = causal.triu(n_keys - n_queries - self.window + 1)
+        # Counted in positions, not in places of the cache, where padding may lie between tokens.
+        keys = tokens.key_positions[:, None, None]
+        near = causal & (keys > tokens.key_positions[:, None, -n_queries:, None] - self.window)
         if self.sinks:
-            near = near | (causal & (tokens.key_positions < self.sinks)[:, None, None])
+            near = near | (causal & (keys < self.sinks))
         return near if visible is None else visible & near
 
 

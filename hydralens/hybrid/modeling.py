@@ -160,7 +160,7 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
     ) -> list[Float[Tensor, "batch pos d_model"]]:
         """The residual stream entering every layer, and the normed one after the last."""
         n_past = 0 if cache is None else cache.get_seq_length()
-        tokens = self._tokens(inputs_embeds, attention_mask, position_ids, n_past, cu_seqlens)
+        tokens = self._tokens(inputs_embeds, attention_mask, position_ids, n_past, cu_seqlens, cache is not None)
         residual, states = inputs_embeds, []
         for index, layer in enumerate(self.layers):
             states.append(residual)
@@ -170,16 +170,19 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
                 layer.n_tokens += inputs_embeds.shape[1]
         return [*states, self.norm(residual)]
 
-    def _tokens(self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, n_past: int, cu_seqlens: Tensor | None) -> Tokens:
+    def _tokens(self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, n_past: int, cu_seqlens: Tensor | None, caching: bool) -> Tokens:
         batch, n_pos = x.shape[:2]
         here = torch.arange(n_pos, device=x.device)
         real = visible = None
         keys = torch.arange(n_past + n_pos, device=x.device)[None]
+        if cu_seqlens is None and attention_mask is None and position_ids is not None and not n_past:
+            cu_seqlens = documents_of(position_ids)
         if cu_seqlens is not None:
-            if batch != 1 or n_past or attention_mask is not None:
-                raise InputError(f"cu_seqlens packs documents into one row without cache or attention_mask; got batch {batch}, {n_past} cached tokens")
-            if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n_pos:
-                raise InputError(f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}; it must run from 0 to the {n_pos} tokens of the row")
+            if batch != 1 or caching or attention_mask is not None:
+                given = f"batch {batch}{', a cache' if caching else ''}{'' if attention_mask is None else ', an attention_mask'}"
+                raise InputError(f"cu_seqlens and restarting position_ids pack documents into one row without cache or attention_mask; got {given}")
+            if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n_pos or not (cu_seqlens.diff() > 0).all():
+                raise InputError(f"cu_seqlens is {cu_seqlens.tolist()[:20]}; it must run from 0 to the {n_pos} tokens of the row, rising")
             document = torch.searchsorted(cu_seqlens[1:].contiguous(), here, right=True)
             keys = (here - cu_seqlens[document])[None]
             visible = (causal_mask(n_pos, n_pos, x.device) & (document[:, None] == document))[None, None]
@@ -198,6 +201,17 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
                 visible[..., n_past:] |= own
         positions = (keys[:, n_past:] if position_ids is None else position_ids).expand(batch, -1)
         return Tokens(positions, keys, self.rotary_emb(x, positions), real, visible, cu_seqlens)
+
+
+def documents_of(position_ids: Int[Tensor, "batch pos"]) -> Int[Tensor, "n"] | None:
+    """Where documents start, and the end of the last, told by positions that do not go on from the one before; None where all go on."""
+    if position_ids.shape[1] < 2:
+        return None
+    restarts = position_ids.diff(dim=1) != 1
+    if not restarts.any():
+        return None
+    starts = restarts[0].nonzero()[:, 0] + 1
+    return torch.cat([starts.new_zeros(1), starts, starts.new_tensor([position_ids.shape[1]])])
 
 
 class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
@@ -228,6 +242,7 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         cu_seqlens: Int[Tensor, "n"] | None = None,
         cache: HybridCache | None = None,
+        cu_seq_lens_q: Int[Tensor, "n"] | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the last ``logits_to_keep`` positions, of all where it is 0.
@@ -236,7 +251,8 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
             attention_mask: 1 for tokens, 0 for padding on either side, over cached and new tokens.
             past_key_values, cache: a ``HybridCache``, under either of the names that transformers has for it.
             use_cache: make a cache where none is given.
-            cu_seqlens: starts of documents packed into a single row, and the end of the last one.
+            position_ids: without attention_mask and cache, a row whose positions start anew holds packed documents.
+            cu_seqlens, cu_seq_lens_q: starts of documents packed into a single row, and the end of the last one; the second is transformers' name.
 
         Raises:
             InputError: a cache of another kind, a mask that does not fit, cu_seqlens with a batch or a cache.
@@ -249,7 +265,7 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("give either input_ids or inputs_embeds")
         embeds = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        states = self.model(embeds, attention_mask, position_ids, cache, cu_seqlens)
+        states = self.model(embeds, attention_mask, position_ids, cache, cu_seq_lens_q if cu_seqlens is None else cu_seqlens)
         logits = self.lm_head(states[-1][:, -logits_to_keep:] if logits_to_keep else states[-1])
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=tuple(states) if output_hidden_states else None, **{CACHE: cache})

@@ -329,3 +329,39 @@ def test_a_hybrid_without_full_heads_works():
     hybrid = build_hybrid(lens, mask_of(lens, torch.zeros(4, 4, dtype=torch.bool)))
     out = hybrid.generate(random_tokens(1, 5), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert out.shape == (1, 9) and hybrid.cache_bytes(1000)["kv"] == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@torch.no_grad()
+def test_packed_documents_are_known_by_positions_that_start_anew_and_by_transformers_keyword(family):
+    hybrid, _ = tiny_hybrid(family, linear_conv=4)
+    lengths = (5, 1, 33, 2)
+    documents = [random_tokens(1, n, n) for n in lengths]
+    row, ends = torch.cat(documents, 1), torch.tensor([0, 5, 6, 39, 41], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    separate = torch.cat([hybrid(document).logits for document in documents], 1)
+    close(hybrid(row, position_ids=positions).logits, separate)
+    close(hybrid(row, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=33, max_length_k=33).logits, separate)
+    for wrong in ({"cu_seqlens": ends, "use_cache": True}, {"cu_seqlens": torch.tensor([0, 5, 3, 41])}):
+        with pytest.raises(InputError, match="cu_seqlens"):
+            hybrid(row, **wrong)
+    with pytest.raises(InputError, match="batch 2"):
+        hybrid(row.expand(2, -1), position_ids=positions.expand(2, -1))
+
+
+@pytest.mark.parametrize(("family", "choices"), [("mistral", {}), ("llama", {"recipe": "duo", "window_size": 5, "sinks": 2})])
+@torch.no_grad()
+def test_a_window_counts_tokens_not_the_padding_between_them(family, choices):
+    hybrid, _ = tiny_hybrid(family, **choices)
+    lengths, new = (3, 17, 9), random_tokens(3, 6, 9)
+    tokens, mask = torch.zeros(3, 17, dtype=torch.long), torch.zeros(3, 17, dtype=torch.long)
+    for row, n in enumerate(lengths):
+        tokens[row, :n], mask[row, :n] = random_tokens(1, n, row)[0], 1
+    cache = HybridCache(4)
+    hybrid(tokens, attention_mask=mask, cache=cache)
+    for step in range(6):
+        mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+        got = hybrid(new[:, step : step + 1], attention_mask=mask, cache=cache).logits[:, 0]
+        for row, n in enumerate(lengths):
+            alone = hybrid(torch.cat([random_tokens(1, n, row), new[row : row + 1, : step + 1]], 1)).logits[0, -1]
+            close(got[row], alone)
