@@ -13,6 +13,7 @@ import inspect
 import re
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 import torch
 import transformers
@@ -36,18 +37,23 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
+def unit_vector(word: str) -> torch.Tensor:
+    """The word's own, whatever else is in the vocabulary, which holds every word of four source files."""
+    return torch.nn.functional.normalize(torch.randn(D_TOKEN, generator=torch.Generator().manual_seed(crc32(word.encode()))), dim=-1)
+
+
 @torch.no_grad()
-def planted_hf(vocabulary: int) -> transformers.LlamaForCausalLM:
+def planted_hf(vocabulary: list[str]) -> transformers.LlamaForCausalLM:
     d_model = 4 * D_TOKEN + HEADS  # the last dimension is 1 in every token
     config = transformers.LlamaConfig(
-        vocab_size=vocabulary, hidden_size=d_model, intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        vocab_size=len(vocabulary), hidden_size=d_model, intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, head_dim=D_HEAD, rope_parameters={"rope_type": "default", "rope_theta": THETA},
         tie_word_embeddings=False, max_position_embeddings=2048,
     )  # fmt: skip
     hf = transformers.LlamaForCausalLM(config).eval()
     for name, parameter in hf.named_parameters():
         parameter.fill_(1.0 if "norm" in name else 0.0)
-    vectors = torch.nn.functional.normalize(torch.randn(vocabulary, D_TOKEN, generator=torch.Generator().manual_seed(0)), dim=-1)
+    vectors = torch.stack([unit_vector(word) for word in vocabulary])
     blocks = [slice(start, start + D_TOKEN) for start in range(0, 4 * D_TOKEN, D_TOKEN)]
     token, before, two_before, prediction = blocks
     hf.model.embed_tokens.weight[:, token] = vectors
@@ -81,7 +87,7 @@ def planted_hf(vocabulary: int) -> transformers.LlamaForCausalLM:
 @cache
 def planted_model() -> LensModel:
     tokenizer = word_tokenizer()
-    return wrap_model(planted_hf(len(tokenizer)), tokenizer, id="planted")
+    return wrap_model(planted_hf(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))), tokenizer, id="planted")
 
 
 def save_planted(folder: Path) -> Path:

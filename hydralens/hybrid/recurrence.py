@@ -51,16 +51,18 @@ def gated_delta_rule(
         return torch.empty_like(v), state
     # [batch head n_chunks token ...]; what fills the last chunk neither decays the state nor writes to it.
     q, k, v_, g, beta = (_in_chunks(x.to(dtype), chunk) for x in (q, k, v, log_decay, beta))
-    g, beta = g.cumsum(-1), beta[..., None]
+    beta = beta[..., None]
     places = torch.arange(q.shape[3], device=q.device)
     past, upto = places[:, None] > places, places[:, None] >= places
-    decay = (g[..., :, None] - g[..., None, :]).masked_fill(~upto, -torch.inf).exp()  # from token j to token i
+    # From token j to token i, summed between the two: a difference of sums from the start loses slow decays behind a strong one.
+    decay = g[..., None].expand(*g.shape, len(places)).masked_fill(~past, 0).cumsum(-2).masked_fill(~upto, -torch.inf).exp()
+    g = g.cumsum(-1)
     system = (beta * (k @ k.transpose(-1, -2)) * decay).masked_fill(~past, 0)
     right = torch.cat([beta * v_, beta * g.exp()[..., None] * k], -1)
     solved = torch.linalg.solve_triangular(system + torch.eye(len(places), dtype=dtype, device=q.device), right, upper=False, unitriangular=True)
     of_v, of_state = solved.split([v.shape[-1], k.shape[-1]], -1)
     seen = (q @ k.transpose(-1, -2)) * decay
-    read, kept = g.exp()[..., None] * q, (g[..., -1:] - g).exp()[..., None] * k
+    read, kept = g.exp()[..., None] * q, decay[..., -1, :, None] * k
     out = []
     for index in range(q.shape[2]):
         update = of_v[:, :, index] - of_state[:, :, index] @ state

@@ -36,13 +36,16 @@ def test_the_planted_head_comes_first(name, far):
 
 @pytest.mark.parametrize("how", ["zero", "mean"])
 def test_ablating_any_head_that_retrieval_goes_through_costs_all_and_any_other_nothing(how, far):
-    """L0H0 and L0H1 tell the planted head where to look."""
+    """L0H0 and L0H1 tell the planted head where to look.
+
+    Without L0H1 it may also look after the same token elsewhere, but the last norm divides by less, which lifts every digit: hence no sign there.
+    """
     scores = detectors.ablation_drop(planted_model(), [far], how=how)
     expected = torch.zeros(3, 4)
     expected[0, 0] = expected[0, 1] = expected[RETRIEVER] = 1
     torch.testing.assert_close(scores.composite, expected)
     finer = detectors.ablation_drop(planted_model(), [far], how=how, metric="log-probability").composite
-    assert finer[0, 0] > 1 and finer[RETRIEVER] > 1 and finer[expected == 0].abs().max() < 1e-3 < finer[0, 1]
+    assert finer[0, 0] > 1 and finer[RETRIEVER] > 1 and finer[expected == 0].abs().max() < 1e-3 < finer[0, 1].abs()
 
 
 def test_hand_worked_scores_of_the_planted_head(far):

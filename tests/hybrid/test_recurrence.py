@@ -107,3 +107,13 @@ def test_wrong_shapes_are_one_clear_line():
         gated_delta_rule(q, k[:, :, :1], v, log_decay, beta)
     with pytest.raises(InputError, match="batch of 2"):
         gated_delta_rule(q, k, v, log_decay, beta, cu_seqlens=torch.tensor([0, 13]))
+
+
+@pytest.mark.parametrize("strong", [-13.8, -1e4, -1e6, -torch.inf])
+def test_in_float32_slow_decays_behind_strong_ones_are_kept(strong):
+    arguments = inputs(batch=1, n_pos=200, d_k=16, d_v=16, decay=0.02)
+    arguments[3][:, ::16] = strong
+    exact, last = gated_delta_rule_recurrent(*arguments)
+    out, state = gated_delta_rule(*(x.float() for x in arguments))
+    assert (out.double() - exact).norm() / exact.norm() < 2e-6
+    assert (state.double() - last).norm() / last.norm() < 2e-6
