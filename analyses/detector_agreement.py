@@ -25,7 +25,7 @@ from hydralens.errors import InputError
 from hydralens.files import write_atomically, write_text
 from hydralens.models.lens import LensModel
 from hydralens.patching.attribution import attribution_patch
-from hydralens.scores import HeadScores, paper_score, scores_of
+from hydralens.scores import HeadScores, scores_of
 from hydralens.scoring import METHODS, score_heads
 from hydralens.selection import heads_for_ratio
 from hydralens.statistics import agreement
@@ -36,25 +36,19 @@ REMOVED = (4, 8, 16)
 
 
 def score_all(model: LensModel, folder: Path, n_pairs: int, n_tokens: int, seed: int) -> dict[str, HeadScores]:
-    """Every method's scores of the same probes, and two causal maps beside them: direct effects alone, and total effects by attribution."""
+    """Every method's scores of the same probes, and total effects by attribution beside them."""
     probes = hl.probes.retrieval(model, n_pairs, n_tokens, seed) + hl.probes.reasoning(model, n_pairs, seed)
     scores = {}
     for method in METHODS:
         if not (folder / method / "scores.json").exists():
             score_heads(model, probes, method=method, required=("retrieval",), shards=folder / "shards", verbose=True).save(folder / method)
         scores[method] = HeadScores.load(folder / method)
-    paper = scores["paper"]
-    scores["direct"] = _with(paper, "direct", paper_score(paper.receivers, {}))
     if not (folder / "total" / "scores.json").exists():
-        used = [probe for probe in probes if probe.label in paper.receivers["retrieval"]]
+        used = [probe for probe in probes if probe.label in scores["direct"].receivers["retrieval"]]
         effects = [attribution_patch(model, probe.select([0, 1]), "z", verbose=True) for probe in used]
         scores_of(model.info, "total", effects, []).save(folder / "total")
     scores["total"] = HeadScores.load(folder / "total")
     return scores
-
-
-def _with(scores: HeadScores, method: str, composite: torch.Tensor) -> HeadScores:
-    return HeadScores(model=scores.model, receivers=scores.receivers, composite=composite, probes=scores.probes, method=method)
 
 
 def agreements(scores: dict[str, HeadScores], k: int) -> pd.DataFrame:

@@ -208,7 +208,7 @@ def mean_score(measured: Effects, drop_negative: bool = False) -> Float[Tensor, 
 
 def combine(method: str, receivers: Effects, senders: Effects, measured: Effects) -> Float[Tensor, "layer head"]:
     """The composite of a method from the effects it is made of."""
-    return mean_score(measured, drop_negative=method == "restriction") if measured else paper_score(receivers, senders)
+    return mean_score(measured, drop_negative=method == "restriction") if measured else paper_score(receivers, {} if method == "direct" else senders)
 
 
 def by_label(probes: Sequence[Probe]) -> dict[str, Probe]:

@@ -1,8 +1,8 @@
 """From probes to scores: every head is measured on every probe the model solves.
 
 ``restriction``, the default, scores a head by what the mask would do to it: what limiting it to sinks and a recent window costs the
-answer. ``paper`` is HydraHead's composite (Eq. 11-12): heads whose output carries the answer, directly or through those that do. The
-other methods are the detectors of ``hydralens.detectors``.
+answer. ``paper`` is HydraHead's composite (Eq. 11-12): heads whose output carries the answer, directly or through those that do;
+``direct`` is its first half, without senders, which works on hybrids too. The other methods are the detectors of ``hydralens.detectors``.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from hydralens.scores import THRESHOLD, HeadScores, all_probes, by_label, combin
 FLOOR = 0.5  # logits (nats for restriction) by which clean must exceed corrupt before a pair's effects mean anything
 MIN_SOLVED = 0.5  # share of a probe's pairs that must pass
 PAIRS_AT_MOST = 3  # pairs per probe that go into what a method measures itself: a restriction score costs about fifteen forwards a pair
-METHODS = ("restriction", "paper", *PER_PROBE, *WHOLE)
+METHODS = ("restriction", "paper", "direct", *PER_PROBE, *WHOLE)
 
 
 def score_heads(
@@ -56,8 +56,8 @@ def score_heads(
 
     Args:
         method: what the composite is: ``restriction`` (see ``restriction_effects``; to sinks and 64 positions, or a quarter of the longest prompt
-            if that is less, where that costs the answer at least 0.5 nats), ``paper`` (Eq. 11-12) or a detector. Methods other than ``paper``
-            see clean prompts only, so one corruption of each used probe is enough for them.
+            if that is less, where that costs the answer at least 0.5 nats), ``paper`` (Eq. 11-12), ``direct`` (the same without senders) or a
+            detector. All but these two see clean prompts only, so one corruption of each used probe is enough for them.
         senders: pairs of each probe, the first ones that count, on which effects through the receivers are measured (Eq. 11, ``path_patch``): through
             the q, at the answer positions, of all heads whose direct effect reaches 0.01 on average over a capability's probes; one step back.
             Default: ``pairs_at_most`` for ``paper``, none otherwise.
@@ -93,6 +93,8 @@ def score_heads(
     )
     if method == "paper":
         return scores
+    if method == "direct":
+        return replace(scores, composite=combine(method, receivers, sending, {}), method=method)
     counted = [labelled[label].select(effect.kept.nonzero()[:pairs_at_most, 0]) for label, effect in all_probes(receivers).items()]
     clean = _one_per_name(counted)
     if method in WHOLE:

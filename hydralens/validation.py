@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hydralens.errors import InputError
-from hydralens.models.forward import Attention, attend_as, trace
+from hydralens.models.forward import Attention, trace
 from hydralens.models.lens import LensModel
 from hydralens.patching.ablation import mean_z
 from hydralens.patching.batching import in_batches
@@ -59,7 +59,7 @@ def ablated_margins(model: LensModel, removed: Bool[Tensor, "set layer head"], p
         own = removed[rows].to(model.device)
 
         def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            z = attend_as(anatomy.layers[index], q, k, v)
+            z = anatomy.layers[index].attend(q, k, v)
             return torch.where(own[:, index, :][:, None, :, None], reference[index].to(z), z)
 
         return attention

@@ -191,7 +191,7 @@ def test_wrong_arguments_are_refused(model, probes):
         score_heads(model, [])
     with pytest.raises(InputError, match="2 probes are called niah_single_2/value"):
         score_heads(model, [probes[0], probes[0]])
-    with pytest.raises(InputError, match="method 'magic' is not one of restriction, paper, copy_paste"):
+    with pytest.raises(InputError, match="method 'magic' is not one of restriction, paper, direct, copy_paste"):
         score_heads(model, probes, method="magic")
 
 

@@ -26,8 +26,9 @@ RULE_HELP = (
 Ratio = Annotated[str, typer.Option("--ratio", help="Linear heads : full heads.")]
 Rule = Annotated[str, typer.Option("--rule", help=RULE_HELP)]
 METHOD_HELP = (
-    "What scores a head: restriction (what limiting it to sinks and a recent window costs), paper (direct effects and senders, HydraHead Eq. 11-12) "
-    "or a detector: copy_paste, headkv, attention_mass, locos, logit_attribution, ablation_drop, zero_shot_kl, induction, echo or duo_attention."
+    "What scores a head: restriction (what limiting it to sinks and a recent window costs), paper (direct effects and senders, HydraHead Eq. 11-12), "
+    "direct (the same without senders) or a detector: "
+    "copy_paste, headkv, attention_mass, locos, logit_attribution, ablation_drop, zero_shot_kl, induction, echo or duo_attention."
 )
 Method = Annotated[str, typer.Option("--method", help=METHOD_HELP)]
 RECIPE_HELP = (

@@ -70,7 +70,7 @@ def ablation_drop_effects(
 
     def of_pair(pair: Pair):
         columns = torch.arange(len(pair.clean), device=model.device)
-        run = trace(anatomy, pair.clean[None], columns, ("residual", "z", "k", "v"))
+        run = trace(anatomy, pair.clean[None], columns, ("residual", "z", *anatomy.past))
         ablated = [value.to(z).expand_as(z[0]) for value, z in zip(replacement, run.z, strict=True)]
 
         def drop(whole: Tensor, rows: Tensor) -> Tensor:

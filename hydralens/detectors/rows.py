@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hydralens.models.anatomy import Anatomy, Layer
-from hydralens.models.forward import SCORES_AT_ONCE, attend_as, trace
+from hydralens.models.attention import SCORES_AT_ONCE
+from hydralens.models.forward import trace
 
 # (rows [row, head, pos], v [kv_head, pos, d_head], layer index, which of the columns the rows are) -> [row, head]
 ScoreRows = Callable[[Tensor, Tensor, int, slice], Float[Tensor, "row head"]]
@@ -48,7 +49,7 @@ def score_rows(
         layer = anatomy.layers[index]
         blocks = [slice(start, start + block) for start in range(0, len(columns), block)]
         scores.append(torch.cat([score(attention_rows(layer, q[0, :, columns[which]], k[0], columns[which]), v[0], index, which) for which in blocks]))
-        return attend_as(layer, q, k, v)
+        return layer.attend(q, k, v)
 
     run = trace(anatomy, tokens[None], columns, attention=attention)
     return torch.stack(scores), run.final[0]

@@ -32,6 +32,19 @@ class HybridLayer(CacheLayerMixin):
         self.tensors[name] = new if past is None else torch.cat([past, new], 2)
         return self.tensors[name]
 
+    def row(self, index: int) -> "HybridLayer":
+        """One row of the batch alone."""
+        return self._of({name: tensor[index : index + 1] for name, tensor in self.tensors.items()})
+
+    def continued(self, n_rows: int) -> "HybridLayer":
+        """A memory to go on with that leaves this one as it is, its only row shared by ``n_rows``."""
+        return self._of({name: tensor.expand(n_rows, *tensor.shape[1:]) for name, tensor in self.tensors.items()})
+
+    def _of(self, tensors: dict[str, Tensor]) -> "HybridLayer":
+        other = HybridLayer()
+        other.tensors, other.n_tokens = tensors, self.n_tokens
+        return other
+
     def get_seq_length(self) -> int:
         return self.n_tokens
 

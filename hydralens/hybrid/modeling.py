@@ -23,7 +23,9 @@ from hydralens.files import write_text
 from hydralens.hybrid.branches import FullHeads, GatedDeltaHeads, LinearHeads, Tokens, causal_mask
 from hydralens.hybrid.cache import HybridCache, HybridLayer
 from hydralens.hybrid.config import HydraHeadConfig
+from hydralens.hybrid.lens import hybrid_anatomy
 from hydralens.hybrid.rivals import RIVALS
+from hydralens.models.anatomy import Anatomy
 
 BRANCHES = {"full": FullHeads, "gdn": GatedDeltaHeads, **RIVALS}
 PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
@@ -84,11 +86,18 @@ class HybridAttention(nn.Module):
         self.branches = nn.ModuleDict({kind: BRANCHES[kind](config, layer, own, qk_norm, bias) for kind, own in heads.items()})
         order = [head for own in heads.values() for head in own]
         self.place = [order.index(head) for head in range(len(kinds))]  # where each head of the base model stands among the branches' outputs
+        self.z = nn.Identity()  # where the heads' outputs can be read and patched: they are its input
         self.fusion = Fusion(config, layer) if config.fusion_norm else None
         self.o_proj = nn.Linear(len(kinds) * config.head_dim, config.hidden_size, bias=teacher.o_proj.bias is not None)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos d_model"]:
-        z = torch.cat([branch(x, tokens, memory) for branch in self.branches.values()], 2)[:, :, self.place]
+        return self.write(self.mix(x, tokens, memory), x)
+
+    def mix(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
+        """Every head's output, in the base model's order."""
+        return self.z(torch.cat([branch(x, tokens, memory) for branch in self.branches.values()], 2)[:, :, self.place])
+
+    def write(self, z: Float[Tensor, "batch pos head d_head"], x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         if self.fusion is not None:
             z = self.fusion(z)
         # After the norm, which would cancel what a gate does to a whole head.
@@ -224,6 +233,10 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
         self.model = HydraHeadModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def lens_anatomy(self) -> Anatomy:
+        """Where the patching engine finds everything; ``load_model`` asks."""
+        return hybrid_anatomy(self)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -11,6 +11,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hydralens.errors import UnsupportedModelError
+from hydralens.models.attention import KeysValues, attend
+
+NO_SOFTMAX = (
+    "this asks for {!r} of a softmax layer, which the linear heads of a hybrid have not got; of a hybrid, z can be patched, ablated and compared: "
+    "activation_patch(component='z'), score_heads(method='direct' or 'ablation_drop'), ablate, layer_similarity, head_similarity"
+)
 
 Rope = tuple[Float[Tensor, "1 pos d_head"], Float[Tensor, "1 pos d_head"]]
 
@@ -40,6 +46,11 @@ class Layer:
     window: int | None  # a query sees itself and the window - 1 positions before it
     rope_kind: str | None  # which rotary table this layer uses, where a model has several
 
+    @property
+    def z_input(self) -> nn.Module:
+        """The module whose input is z."""
+        return self.o
+
     def project(
         self, residual: Float[Tensor, "batch pos d_model"], rope: Rope | None
     ) -> tuple[Float[Tensor, "batch head pos d_head"], Float[Tensor, "batch kv_head pos d_head"], Float[Tensor, "batch kv_head pos d_head"]]:
@@ -52,8 +63,19 @@ class Layer:
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         return (rotate(q, rope), rotate(k, rope), v) if rope is not None else (q, k, v)
 
-    def write(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d_model"]:
-        """What attention adds to the residual stream."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, behind: KeysValues | None = None) -> Float[Tensor, "batch pos head d_head"]:
+        """z by the layer's own scale, soft cap and window, behind keys and values that all rows share."""
+        return attend(q, k, v, scale=self.scale, softcap=self.softcap, window=self.window, prefix=behind)
+
+    def mix(
+        self, residual: Float[Tensor, "batch pos d_model"], rope: Rope | None, behind: KeysValues | None = None
+    ) -> tuple[Float[Tensor, "batch pos head d_head"], dict[str, Tensor]]:
+        """z, and what it was made from on the way: q, k and v."""
+        q, k, v = self.project(residual, rope)
+        return self.attend(q, k, v, behind), {"q": q, "k": k, "v": v}
+
+    def write(self, z: Float[Tensor, "batch pos head d_head"], residual: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """What attention adds to the residual stream; of ``residual``, which enters the layer, only the gates of a hybrid take note."""
         out = self.o(z.flatten(-2))
         return self.post_attention_norm(out) if self.post_attention_norm is not None else out
 
@@ -83,6 +105,7 @@ class Anatomy:
     unembed: nn.Module
     final_softcap: float | None
     bypassed: tuple[nn.Module, ...]  # modules whose forward the engine replaces: hooks on them are not seen
+    past: tuple[str, ...] = ("k", "v")  # sites that later positions need of a run
 
     @property
     def group(self) -> int:
@@ -158,6 +181,8 @@ def read_anatomy(hf: PreTrainedModel) -> Anatomy:
             the config does not explain.
     """
     family = hf.config.model_type
+    if hasattr(hf, "lens_anatomy"):  # a model that says itself where everything is: a hybrid
+        return hf.lens_anatomy()
     check_family(family)
     if hf.get_output_embeddings() is None or not hasattr(hf, "lm_head"):
         raise UnsupportedModelError(f"{type(hf).__name__} has no language-model head; open it as a ...ForCausalLM model")

@@ -1,125 +1,15 @@
-"""The engine's own forward: the model's modules in the model's order, with every site in reach.
-
-One function computes a full run (``trace``); ``attend`` computes attention for a block of new positions behind a prefix that
-all rows share, so that a patched run is recomputed from its first changed position only. Nothing of size positions x positions
-is ever held: queries are taken in blocks.
-"""
+"""The engine's own forward: the model's modules in the model's order, with every site in reach."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
-from hydralens.models.anatomy import Anatomy, Layer, Rope
-
-MANY_QUERIES = 16  # from here on a row's own copy of the keys and fused attention beat one product over the shared prefix
-SCORES_AT_ONCE = 2**25  # attention scores held at a time (128 MiB in float32)
-
-KeysValues = tuple[Float[Tensor, "1 kv_head pos d_head"], Float[Tensor, "1 kv_head pos d_head"]]
-
-
-def attend_as(layer: Layer, q: Tensor, k: Tensor, v: Tensor, prefix: KeysValues | None = None) -> Float[Tensor, "row pos head d_head"]:
-    """``attend`` with the layer's own scale, soft cap and window."""
-    return attend(q, k, v, scale=layer.scale, softcap=layer.softcap, window=layer.window, prefix=prefix)
-
-
-def attend(
-    q: Float[Tensor, "row head pos d_head"],
-    k: Float[Tensor, "row kv_head pos d_head"],
-    v: Float[Tensor, "row kv_head pos d_head"],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: int = 0,
-    prefix: KeysValues | None = None,
-) -> Float[Tensor, "row pos head d_head"]:
-    """Causal attention of new positions over a shared prefix and themselves; query head ``h`` reads KV head ``h // group``.
-
-    With ``window`` a query sees itself, the ``window - 1`` positions before it and the first ``sinks`` positions.
-    """
-    n_new, n_prefix = q.shape[2], 0 if prefix is None else prefix[0].shape[2]
-    if window is not None and n_prefix + n_new <= window:
-        window = None
-    if n_prefix == 0 and softcap is None and window is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2)
-    if q.is_cuda and softcap is None and window is None and n_new >= MANY_QUERIES:
-        return _attend_causal(q, k, v, prefix, scale)
-    n_keys = n_prefix + n_new if window is None else min(n_prefix + n_new, window + sinks + n_new)
-    # A few queries a row: all rows' queries meet the one prefix in one product. Many: fused attention on keys copied to each row.
-    block = _attend_folded if softcap is not None or n_new < MANY_QUERIES else _attend_fused
-    queries = max(1, min(n_new, 512, SCORES_AT_ONCE // (q.shape[1] * n_keys)))
-    rows = max(1, SCORES_AT_ONCE // (q.shape[1] * n_keys * queries))
-    out = torch.empty(q.shape[0], n_new, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
-    for row in range(0, q.shape[0], rows):
-        own_q, own_k, own_v = (x[row : row + rows] for x in (q, k, v))
-        for start in range(0, n_new, queries):
-            stop = min(start + queries, n_new)
-            # Keys from ``first`` on, and before them the sinks; some of them in the prefix.
-            first = 0 if window is None else max(0, n_prefix + start - window + 1)
-            apart = min(sinks, first)
-            visible = _visible(n_prefix + start, n_prefix + stop, first, apart, window, sinks, q.device)
-            new_k, new_v = (_take(x, max(0, apart - n_prefix), max(0, first - n_prefix), stop) for x in (own_k, own_v))
-            old_k, old_v = (None, None) if prefix is None else (_take(x, min(apart, n_prefix), min(first, n_prefix), n_prefix) for x in prefix)
-            out[row : row + rows, start:stop] = block(own_q[:, :, start:stop], new_k, new_v, old_k, old_v, visible, scale, softcap)
-    return out
-
-
-def _visible(start: int, stop: int, first: int, apart: int, window: int | None, sinks: int, device: torch.device) -> Bool[Tensor, "query key"]:
-    """Which of the keys ``0..apart`` and ``first..stop`` each of the queries ``start..stop`` sees."""
-    queries = torch.arange(start, stop, device=device)[:, None]
-    keys = torch.cat((torch.arange(apart, device=device), torch.arange(first, stop, device=device)))
-    visible = keys <= queries
-    return visible if window is None else visible & ((keys > queries - window) | (keys < sinks))
-
-
-def _take(x: Float[Tensor, "row kv_head pos d_head"], apart: int, first: int, stop: int) -> Float[Tensor, "row kv_head key d_head"]:
-    """Positions ``0..apart`` and ``first..stop``; a view where they are in one piece."""
-    return x[:, :, first:stop] if apart == 0 else torch.cat((x[:, :, :apart], x[:, :, first:stop]), 2)
-
-
-def _attend_causal(q, k, v, prefix, scale) -> Tensor:
-    """All new positions over everything before them, by the GPU's fused kernels, which align causality to the last key."""
-    n_keys, group = prefix[0].shape[2] + k.shape[2], q.shape[1] // k.shape[1]
-    rows = max(1, 2**29 // (n_keys * q.shape[1] * q.shape[3]))
-    out = []
-    for own in zip(*(x.split(rows) for x in (q, k, v)), strict=True):
-        keys, values = (torch.cat((old.expand(len(own[0]), -1, -1, -1), new), 2).repeat_interleave(group, 1) for old, new in zip(prefix, own[1:], strict=True))
-        out.append(F.scaled_dot_product_attention(own[0], keys, values, attn_mask=causal_lower_right(own[0].shape[2], n_keys), scale=scale))
-    return torch.cat(out).transpose(1, 2)
-
-
-def _attend_fused(q, k, v, old_k, old_v, visible, scale, softcap) -> Tensor:
-    if old_k is not None:
-        k, v = (torch.cat((old.expand(len(q), -1, -1, -1), new), 2) for old, new in ((old_k, k), (old_v, v)))
-    if q.is_cuda and q.shape[1] != k.shape[1]:  # with a mask and grouped keys, CUDA would fall back to the unfused kernel
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)
-
-
-def _attend_folded(q, k, v, old_k, old_v, visible, scale, softcap) -> Tensor:
-    n_rows, n_heads, n_queries, d_head = q.shape
-    n_kv, n_old = k.shape[1], 0 if old_k is None else old_k.shape[2]
-    grouped = q.reshape(n_rows, n_kv, -1, d_head)  # [row, kv_head, group * query, d_head]
-    scores = grouped @ k.transpose(-1, -2)
-    if n_old:
-        folded = grouped.transpose(0, 1).reshape(n_kv, -1, d_head) @ old_k[0].transpose(-1, -2)
-        scores = torch.cat((folded.reshape(n_kv, n_rows, -1, n_old).transpose(0, 1), scores), -1)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    pattern = scores.masked_fill(~visible.repeat(n_heads // n_kv, 1), float("-inf")).softmax(-1).to(q.dtype)
-    out = pattern[..., n_old:] @ v
-    if n_old:
-        folded = pattern[..., :n_old].transpose(0, 1).reshape(n_kv, -1, n_old) @ old_v[0]
-        out = out + folded.reshape(n_kv, n_rows, -1, d_head).transpose(0, 1)
-    return out.reshape(n_rows, n_heads, n_queries, d_head).transpose(1, 2)
+from hydralens.errors import InputError
+from hydralens.models.anatomy import NO_SOFTMAX, Anatomy, Rope
 
 
 @dataclass(eq=False)
@@ -132,13 +22,19 @@ class Trace:
 
     columns: Int[Tensor, "column"]
     ropes: dict[str | None, Rope | None]  # of the columns
+    n_tokens: int  # of the prompt up to the end of this run
     residual: list[Float[Tensor, "batch column d_model"]] = field(default_factory=list)  # entering each layer
     z: list[Float[Tensor, "batch column head d_head"]] = field(default_factory=list)
     written: list[Float[Tensor, "batch column d_model"]] = field(default_factory=list)  # what attention adds to the residual stream
     q: list[Float[Tensor, "batch head column d_head"]] = field(default_factory=list)
     k: list[Float[Tensor, "batch kv_head pos d_head"]] = field(default_factory=list)
     v: list[Float[Tensor, "batch kv_head pos d_head"]] = field(default_factory=list)
+    memory: list[Any] = field(default_factory=list)  # of a hybrid's layers: what positions after the run need of it
     final: Float[Tensor, "batch column d_model"] | None = None  # after the last layer
+
+    def behind(self, layer: int) -> Any:
+        """What attention of a layer needs of this run, to continue it."""
+        return self.memory[layer] if self.memory else (self.k[layer], self.v[layer])
 
 
 # Attention of one layer: (layer, q, k, v) -> z, with q [batch, head, pos, d_head] and z [batch, pos, head, d_head].
@@ -158,30 +54,31 @@ def trace(
     """Run unpadded prompts of equal length and keep the named sites at ``columns``.
 
     Args:
-        keep: any of ``residual``, ``z``, ``written``, ``q``, ``k``, ``v``.
-        prefix: a run of batch 1 that kept k and v of the tokens before ``tokens``; all rows continue it.
+        keep: any of ``residual``, ``z``, ``written``, ``q``, ``k``, ``v``; of a hybrid ``memory`` instead of the last three.
+        prefix: a run of the tokens before ``tokens`` that kept ``anatomy.past``; all rows continue it, or each its own.
         attention: replaces the attention of layer ``l``: ``attention(l, q, k, v) -> z [batch, pos, head, d_head]``; not with ``prefix``.
         start: a layer and the residual stream entering it, of a run that is equal up to there; earlier layers are skipped.
     """
-    n_before = 0 if prefix is None else prefix.k[0].shape[2]
+    n_before = 0 if prefix is None else prefix.n_tokens
     positions = torch.arange(n_before, n_before + tokens.shape[1], device=tokens.device)
     first, residual = start if start is not None else (0, anatomy.embed(tokens, positions))
     ropes = anatomy.rope(residual, positions)
     kept_at = columns - n_before
-    run = Trace(columns, {kind: rope and tuple(table[:, kept_at] for table in rope) for kind, rope in ropes.items()})
+    run = Trace(columns, anatomy.rope(residual, columns) if len(columns) else {}, n_before + tokens.shape[1])
     for index in range(first, anatomy.n_layers):
         layer = anatomy.layers[index]
-        q, k, v = layer.project(residual, ropes[layer.rope_kind])
-        if attention is not None:
-            z = attention(index, q, k, v)
+        if attention is None:
+            z, made = layer.mix(residual, ropes[layer.rope_kind], None if prefix is None else prefix.behind(index))
         else:
-            before = None if prefix is None else (prefix.k[index], prefix.v[index])
-            z = attend_as(layer, q, k, v, before)
-        written = layer.write(z)
-        sites = {"residual": residual, "z": z, "written": written}
+            q, k, v = layer.project(residual, ropes[layer.rope_kind])
+            z, made = attention(index, q, k, v), {"q": q, "k": k, "v": v}
+        written = layer.write(z, residual)
+        sites = {"residual": residual, "z": z, "written": written} | made
         for site in keep:
-            kept = sites[site][:, kept_at] if site in sites else q[:, :, kept_at] if site == "q" else k if site == "k" else v
-            getattr(run, site).append(kept)
+            if site not in sites:
+                raise InputError(NO_SOFTMAX.format(site))
+            at = (slice(None), kept_at) if site in ("residual", "z", "written") else (slice(None), slice(None), kept_at) if site == "q" else None
+            getattr(run, site).append(sites[site] if at is None else sites[site][at])
         residual = layer.feed(residual + written)
     run.final = residual[:, kept_at]
     return run

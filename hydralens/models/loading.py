@@ -1,5 +1,6 @@
 """``load_model``: everything that can be opened as a model, opened one way."""
 
+import importlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -104,7 +105,10 @@ def _open(place: str | Path, id: str, tokenizer: Any, revision: str | None, devi
         family = config.get("model_type")
         if family is None:
             raise InputError(f"config.json of {id!r} names no model_type, so it is not a transformers model")
-        check_family(family)
+        if family == "hydrahead":
+            importlib.import_module("hydralens.hybrid")  # tells transformers about the class
+        else:
+            check_family(family)
         with _no_progress_bars() if isinstance(place, Path) else nullcontext():
             if tokenizer is None and _has_tokenizer(place):
                 tokenizer = AutoTokenizer.from_pretrained(place, revision=revision)

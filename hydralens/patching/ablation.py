@@ -43,19 +43,19 @@ def ablate(model: LensModel, heads: Sequence[tuple[int, int]], how: str = "mean"
 
     def hook(layer: int, chosen: list[int]):
         def replace(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            z = args[0].unflatten(-1, (n_heads, -1)).clone()
+            z = args[0].reshape(*args[0].shape[:2], n_heads, -1).clone()
             new = values[layer].to(z)
             if len(new) > 1 and z.shape[1] > len(new):
                 raise InputError(f"resample: the prompt has {z.shape[1]} tokens, the reference {len(new)}; use a reference at least as long")
             z[:, :, chosen] = new[: z.shape[1], chosen] if len(new) > 1 else new[:, chosen]
             unrun.discard(layer)
-            return (z.flatten(-2), *args[1:])
+            return (z.reshape(args[0].shape), *args[1:])
 
         return replace
 
     with ExitStack() as stack:
         for layer, chosen in by_layer.items():
-            stack.callback(model.anatomy.layers[layer].o.register_forward_pre_hook(hook(layer, chosen)).remove)
+            stack.callback(model.anatomy.layers[layer].z_input.register_forward_pre_hook(hook(layer, chosen)).remove)
         yield
     if unrun:
         raise InputError(f"ablate: no forward within the block ran layer {min(unrun)}, so nothing was ablated there")

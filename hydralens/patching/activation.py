@@ -132,7 +132,7 @@ def _patch_pair(
     positions: str,
     batch_tokens: int,
 ) -> Patched:
-    attended = ("q", "k", "v") if component != "z" or mode == "total" else ()  # a direct effect of z attends to nothing again
+    attended = ("q", "k", "v") if component != "z" else () if mode == "direct" or "k" not in anatomy.past else ("k", "v")
     both = run_pair(anatomy, pair, positions, ("residual", "z", "written", *attended), read_only=mode == "direct")
     read = pair.read - both.start
     clean, corrupt = measure(both.runs.final[:, read])

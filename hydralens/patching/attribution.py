@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hydralens.errors import InputError, check_word
 from hydralens.models.anatomy import Anatomy
-from hydralens.models.forward import attend_as, trace
+from hydralens.models.forward import trace
 from hydralens.models.lens import LensModel
 from hydralens.patching.effects import HeadEffects
 from hydralens.patching.pairs import COMPONENTS, DIRECTIONS, POSITIONS, Pair
@@ -192,8 +192,8 @@ def _backward(
         residual = runs.residual[index][row : row + 1].detach().requires_grad_()
         with torch.enable_grad():
             q, k, v = layer.project(residual, runs.ropes[layer.rope_kind])
-            z = attend_as(layer, q, k, v, both.behind(index, runs.k[index][row], runs.v[index][row]))
-            after = layer.feed(residual + layer.write(z))
+            z = layer.attend(q, k, v, both.behind(index, row))
+            after = layer.feed(residual + layer.write(z, residual))
         activation = {"z": z, "q": q, "k": k, "v": v}[site]
         entering, gradients = zip(*(torch.autograd.grad(after, (residual, activation), flow, retain_graph=True) for flow in flows), strict=True)
         yield index, [_wide(x[0].transpose(0, 1) if site == "z" else x[0]) for x in gradients]

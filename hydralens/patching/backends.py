@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hydralens.errors import check_word
+from hydralens.errors import InputError, check_word
 from hydralens.models.adapters import to_nnsight, to_transformer_lens
 from hydralens.models.lens import LensModel
 from hydralens.patching.metric import DECAY, READOUTS
@@ -122,6 +122,8 @@ def _cell_by_cell(
     metric: Metric | None,
 ) -> Callable[[Pair, Measure], Patched]:
     check_word("readout", readout, READOUTS)
+    if model.anatomy.past != ("k", "v"):
+        raise InputError(f"backend {backend!r} does not know where z of a hybrid is; use backend 'hooks'")
     run = {"transformer_lens": _transformer_lens, "nnsight": _nnsight}[backend](model)
 
     def patch_pair(pair: Pair, _: Measure) -> Patched:

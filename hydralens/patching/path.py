@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hydralens.errors import InputError, check_word
 from hydralens.models.anatomy import Anatomy
-from hydralens.models.forward import attend_as
 from hydralens.models.lens import LensModel
 from hydralens.patching.backends import BACKENDS, RECEIVER_SITES, paths_through
 from hydralens.patching.batching import in_batches
@@ -239,15 +238,15 @@ def _second_pass(
         else:
             rows = layer.feed(rows + runs.written[index][base, wanted])
             continue
-        behind = both.behind(index, runs.k[index][base], runs.v[index][base])
-        z = attend_as(layer, *own, behind) if live else runs.z[index][base, wanted]
+        behind = both.behind(index, base)
+        z = layer.attend(*own, behind) if live else runs.z[index][base, wanted]
         if heads:
             site, changed, readers = _reading(anatomy, heads, receiver_input)
             replaced = [x.clone() if at == site else x for at, x in enumerate(own)]
             # Elsewhere a receiver in a later layer feels what the earlier ones changed.
             replaced[site][:, changed] = torch.where(patched, inputs[index][: len(rows), changed], own[site][:, changed])
-            z = torch.where(readers[:, None].to(z.device), attend_as(layer, *replaced, behind)[:, wanted], z)
-        rows = layer.feed(rows + layer.write(z))
+            z = torch.where(readers[:, None].to(z.device), layer.attend(*replaced, behind)[:, wanted], z)
+        rows = layer.feed(rows + layer.write(z, rows))
     return rows
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hydralens.models.anatomy import Anatomy, Layer
-from hydralens.models.forward import Attention, attend, attend_as
+from hydralens.models.attention import attend
+from hydralens.models.forward import Attention
 from hydralens.models.lens import LensModel
 from hydralens.patching.batching import in_batches
 from hydralens.patching.effects import HeadEffects
@@ -176,7 +177,7 @@ def gated_run(
     def run_layer(layer: Layer, residual: Tensor, gate: Float[Tensor, "row head"]) -> Tensor:
         q, k, v = layer.project(residual, ropes[layer.rope_kind])
         full, restricted = both_attentions(layer, q, k, v, window, sinks)
-        return layer.feed(residual + layer.write(torch.lerp(restricted, full, gate[:, None, :, None].to(full.dtype))))
+        return layer.feed(residual + layer.write(torch.lerp(restricted, full, gate[:, None, :, None].to(full.dtype)), residual))
 
     for layer, gate in zip(anatomy.layers, gates.unbind(1), strict=True):
         residual = checkpoint(run_layer, layer, residual, gate, use_reentrant=False) if save_memory else run_layer(layer, residual, gate)
@@ -186,7 +187,7 @@ def gated_run(
 def both_attentions(layer: Layer, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Tensor, Tensor]:
     """z of every head under the model's own attention and under the restricted one, which never sees more."""
     own = {"scale": layer.scale, "softcap": layer.softcap}
-    full = attend_as(layer, q, k, v)
+    full = layer.attend(q, k, v)
     if layer.window is None:
         return full, attend(q, k, v, **own, window=window, sinks=sinks)
     return full, full if layer.window <= window else attend(q, k, v, **own, window=window)

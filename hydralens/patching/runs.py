@@ -2,13 +2,15 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hydralens.models.anatomy import Anatomy
-from hydralens.models.forward import KeysValues, Trace, attend_as, trace
+from hydralens.models.attention import KeysValues
+from hydralens.models.forward import Trace, trace
 from hydralens.patching.pairs import Pair
 
 NO_HEAD = -1  # a cell that patches nothing: a baseline row of the same batch shape, on which low-precision rounding depends
@@ -26,7 +28,13 @@ class PairRuns:
     patched: Bool[Tensor, "pos"]  # where the intervention applies and clean and corrupt can differ
     shared: int  # tokens of the prefix
 
-    def behind(self, layer: int, k: Float[Tensor, "kv_head pos d_head"], v: Float[Tensor, "kv_head pos d_head"]) -> KeysValues:
+    def behind(self, layer: int, row: int) -> Any:
+        """What attention of the columns needs of everything before them, in the clean or the corrupt run."""
+        if not self.runs.k:
+            return None if self.prefix is None else self.prefix.memory[layer].row(row)
+        return self.behind_keys(layer, self.runs.k[layer][row], self.runs.v[layer][row])
+
+    def behind_keys(self, layer: int, k: Float[Tensor, "kv_head pos d_head"], v: Float[Tensor, "kv_head pos d_head"]) -> KeysValues:
         """Keys and values of everything before the columns, of a run whose own ``k`` and ``v`` follow the shared prefix."""
         before = k.shape[1] - len(self.runs.columns)
         own = k[None, :, :before], v[None, :, :before]
@@ -42,8 +50,11 @@ def run_pair(anatomy: Anatomy, pair: Pair, positions: str, keep: Collection[str]
     if not read_only and patched.any():
         start = min(start, int(patched.nonzero()[0]))
     columns = torch.arange(start, len(pair.clean), device=pair.clean.device)
-    prefix = trace(anatomy, pair.clean[None, :shared], columns[:0], ("k", "v")) if shared else None
-    runs = trace(anatomy, torch.stack((pair.clean, pair.corrupt))[:, shared:], columns, keep, prefix=prefix)
+    tokens = torch.stack((pair.clean, pair.corrupt))
+    # A recurrent state cannot be cut at a position afterwards, as keys can: there both runs' states just before the columns are kept.
+    shared, rows = (shared, 1) if "k" in anatomy.past else (start, 2)
+    prefix = trace(anatomy, tokens[:rows, :shared], columns[:0], anatomy.past) if shared else None
+    runs = trace(anatomy, tokens[:, shared:], columns, keep, prefix=prefix)
     return PairRuns(runs, prefix, start, patched, shared)
 
 
@@ -72,8 +83,8 @@ def patched_runs(
     for index in range(cells[0][0], anatomy.n_layers):
         layer = anatomy.layers[index]
         if live and len(rows):
-            q, k, v = layer.project(rows, runs.ropes[layer.rope_kind])
-            rows = rows + layer.write(attend_as(layer, q, k, v, both.behind(index, runs.k[index][base], runs.v[index][base])))
+            z, _ = layer.mix(rows, runs.ropes[layer.rope_kind], both.behind(index, base))
+            rows = rows + layer.write(z, rows)
         elif len(rows):
             rows = rows + runs.written[index][base]
         heads = [head for cell_layer, head in cells if cell_layer == index]
@@ -81,7 +92,8 @@ def patched_runs(
             readers = torch.arange(anatomy.n_heads, device=rows.device) // group
             chosen = torch.tensor(heads, device=rows.device)[:, None] == readers
             new = torch.where(chosen[:, None, :, None], alternatives[index], runs.z[index][base])
-            rows = torch.cat((rows, runs.residual[index][base] + layer.write(new)))
+            before = runs.residual[index][base][None]
+            rows = torch.cat((rows, before + layer.write(new, before)))
         rows = rows + fed(anatomy, runs, index, base) if freeze_mlps else layer.feed(rows)
         yield index + 1, rows
 
@@ -109,5 +121,5 @@ def alternative_z(anatomy: Anatomy, both: PairRuns, base: int, source: int, comp
         mixed = torch.where(where[:, None], inputs[component][source], inputs[component][base])
         q, k, v = (mixed if name == component else x[base] for name, x in inputs.items())
         new = slice(-len(runs.columns), None)
-        alternatives.append(attend_as(layer, q[None], k[None, :, new], v[None, :, new], both.behind(index, k, v))[0])
+        alternatives.append(layer.attend(q[None], k[None, :, new], v[None, :, new], both.behind_keys(index, k, v))[0])
     return alternatives

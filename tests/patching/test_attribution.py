@@ -10,7 +10,7 @@ from torch import nn
 
 from hydralens.errors import InputError
 from hydralens.models.anatomy import read_anatomy
-from hydralens.models.forward import attend_as, trace
+from hydralens.models.forward import trace
 from hydralens.models.lens import wrap_model
 from hydralens.models.loading import load_model
 from hydralens.patching.activation import activation_patch
@@ -174,7 +174,7 @@ def test_gradients_equal_finite_differences(family, component):
                 if index == layer and component != "z":
                     inputs[component] = inputs[component].clone()
                     inputs[component][:, head] += share * (at[1][layer] - at[0][layer])[:, head]
-                z = attend_as(anatomy.layers[index], *inputs.values())
+                z = anatomy.layers[index].attend(*inputs.values())
                 if index == layer and component == "z":
                     z = z.clone()
                     z[:, :, head] += share * (at[1][layer] - at[0][layer])[:, :, head]
