@@ -1,6 +1,7 @@
-"""Who runs the delta rule: chosen by where the tensors are when it is called, never by which packages are installed."""
+"""Who runs the delta rule and attention over packed documents: chosen by where the tensors are when it is called, never by which packages are installed."""
 
 import importlib.util
+import inspect
 import os
 import re
 from importlib.metadata import version
@@ -8,6 +9,7 @@ from importlib.metadata import version
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from hydralens.errors import InputError, check_word
 from hydralens.hybrid.recurrence import gated_delta_rule
@@ -77,3 +79,14 @@ def delta_rule(
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
     q, k = q.to(v.dtype), k.to(v.dtype)  # RoPE leaves them in float32 under autocast
     return kernel(q=q, k=k, v=v, g=log_decay, beta=beta, scale=1.0, initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens)
+
+
+def attend_packed(
+    q: Float[Tensor, "1 head pos d_head"], k: Float[Tensor, "1 head pos d_head"], v: Float[Tensor, "1 head pos d_head"], documents: Int[Tensor, "n"]
+) -> Float[Tensor, "1 pos head d_head"]:
+    """Causal attention within each of the documents of a row, on a GPU, by flash attention's kernel for rows of many lengths."""
+    # Before torch 2.11 causality was a flag of its own.
+    causal = {"window_size": (-1, 0)} if "window_size" in inspect.signature(varlen_attn).parameters else {"is_causal": True}
+    starts, longest = documents.to(torch.int32), int(documents.diff().max())
+    q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
+    return varlen_attn(q, k, v, starts, starts, longest, longest, **causal)[None]

@@ -194,7 +194,6 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
                 raise InputError(f"cu_seqlens is {cu_seqlens.tolist()[:20]}; it must run from 0 to the {n_pos} tokens of the row, rising")
             document = torch.searchsorted(cu_seqlens[1:].contiguous(), here, right=True)
             keys = (here - cu_seqlens[document])[None]
-            visible = (causal_mask(n_pos, n_pos, x.device) & (document[:, None] == document))[None, None]
         elif attention_mask is not None:
             if attention_mask.shape != (batch, n_past + n_pos):
                 raise InputError(

@@ -4,9 +4,10 @@ import importlib.util
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hydralens.hybrid import HybridCache
-from hydralens.hybrid.backends import cannot_train, delta_rule
+from hydralens.hybrid.backends import attend_packed, cannot_train, delta_rule
 from hydralens.hybrid.recurrence import gated_delta_rule
 from tests.hybrid.examples import random_tokens, tiny_hybrid
 from tests.hybrid.test_recurrence import inputs
@@ -64,3 +65,11 @@ def test_a_hybrid_on_the_gpu_equals_the_one_on_the_cpu():
     cache = HybridCache(4)
     steps = [hybrid(tokens[:, :60].cuda(), cache=cache).logits, *(hybrid(tokens[:, t : t + 1].cuda(), cache=cache).logits for t in range(60, 70))]
     assert relative(torch.cat(steps, 1), expected) < 1e-2
+
+
+def test_packed_documents_run_on_flash_attention_and_equal_the_reference():
+    q, k, v = (torch.randn(1, 3, 200, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(3))
+    documents = torch.tensor([0, 1, 65, 200])
+    expected = [F.scaled_dot_product_attention(*(x[:, :, a:b].float() for x in (q, k, v)), is_causal=True) for a, b in ((0, 1), (1, 65), (65, 200))]
+    out = attend_packed(q.cuda(), k.cuda(), v.cuda(), documents.cuda())
+    assert out.shape == (1, 200, 3, 64) and relative(out, torch.cat(expected, 2).transpose(1, 2)) < 1e-2
