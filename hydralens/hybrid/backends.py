@@ -1,10 +1,10 @@
 """Who runs the delta rule and attention over packed documents: chosen by where the tensors are when it is called, never by which packages are installed."""
 
 import importlib.util
-import inspect
 import os
 import re
 from importlib.metadata import version
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from hydralens.errors import InputError, check_word
 from hydralens.hybrid.recurrence import gated_delta_rule
+from hydralens.models.attention import attend
 
 VARIABLE = "HYDRALENS_GDN"
 FIRST_BROKEN, FIRST_MENDED = (3, 4, 0), (3, 7, 1)  # Triton: between them fla refuses this backward on Hopper, where it was miscompiled
@@ -82,11 +83,25 @@ def delta_rule(
 
 
 def attend_packed(
-    q: Float[Tensor, "1 head pos d_head"], k: Float[Tensor, "1 head pos d_head"], v: Float[Tensor, "1 head pos d_head"], documents: Int[Tensor, "n"]
+    q: Float[Tensor, "1 head pos d_head"],
+    k: Float[Tensor, "1 kv_head pos d_head"],
+    v: Float[Tensor, "1 kv_head pos d_head"],
+    documents: Int[Tensor, "n"],
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: int = 0,
 ) -> Float[Tensor, "1 pos head d_head"]:
-    """Causal attention within each of the documents of a row, on a GPU, by flash attention's kernel for rows of many lengths."""
-    # Before torch 2.11 causality was a flag of its own.
-    causal = {"window_size": (-1, 0)} if "window_size" in inspect.signature(varlen_attn).parameters else {"is_causal": True}
+    """Causal attention within each of the documents of a row: by flash attention in half precision on a GPU, else document by document.
+
+    Args:
+        documents: where they start, and the end of the last.
+        window, sinks: a query sees the last ``window`` positions of its document, its own included, and the first ``sinks``.
+    """
+    if not q.is_cuda or v.dtype == torch.float32 or (sinks and window is not None):
+        pieces = (tuple(x[:, :, start:stop] for x in (q, k, v)) for start, stop in pairwise(documents.tolist()))
+        return torch.cat([attend(*piece, scale=scale, window=window, sinks=sinks) for piece in pieces], 1)
     starts, longest = documents.to(torch.int32), int(documents.diff().max())
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
-    return varlen_attn(q, k, v, starts, starts, longest, longest, **causal)[None]
+    return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1 if window is None else window - 1, 0))[None]

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from einops import rearrange
@@ -98,30 +97,23 @@ class FullHeads(Branch):
         if memory is not None:
             k, v = memory.append(f"{self.kind}.k", k), memory.append(f"{self.kind}.v", v)
         k, v = k[:, self.reads], v[:, self.reads]
-        if tokens.documents is not None and q.is_cuda and self.window is None and q.dtype != torch.float32:
-            return attend_packed(q, k, v, tokens.documents)
         if tokens.documents is not None:
-            bounds = pairwise(tokens.documents.tolist())
-            return torch.cat([self._attend(*(x[:, :, start:stop] for x in (q, k, v)), tokens.key_positions[:, start:stop], None) for start, stop in bounds], 1)
-        return self._attend(q, k, v, tokens.key_positions, tokens.visible)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_positions: Int[Tensor, "batch key"], visible: Tensor | None) -> Tensor:
-        visible = self._visible(key_positions, visible, q.shape[2], k.shape[2], q.device)
+            return attend_packed(q, k, v, tokens.documents, scale=self.head_dim**-0.5, window=self.window, sinks=self.sinks)
+        visible = self._visible(tokens, q.shape[2], k.shape[2], q.device)
         # Causality is told by is_causal only where queries and keys are the same tokens: it aligns the first query with the first key.
         causal = visible is None and q.shape[2] == k.shape[2] and q.shape[2] > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal).transpose(1, 2)
 
-    def _visible(
-        self, key_positions: Int[Tensor, "batch key"], visible: Bool[Tensor, "batch 1 pos key"] | None, n_queries: int, n_keys: int, device: torch.device
-    ) -> Bool[Tensor, "batch 1 pos key"] | None:
+    def _visible(self, tokens: Tokens, n_queries: int, n_keys: int, device: torch.device) -> Bool[Tensor, "batch 1 pos key"] | None:
+        visible = tokens.visible
         if self.window is None or self.window >= n_keys:
             if visible is None and 1 < n_queries < n_keys:
                 return causal_mask(n_queries, n_keys, device)
             return visible
         causal = causal_mask(n_queries, n_keys, device)
         # Counted in positions, not in places of the cache, where padding may lie between tokens.
-        keys = key_positions[:, None, None]
-        near = causal & (keys > key_positions[:, None, -n_queries:, None] - self.window)
+        keys = tokens.key_positions[:, None, None]
+        near = causal & (keys > tokens.key_positions[:, None, -n_queries:, None] - self.window)
         if self.sinks:
             near = near | (causal & (keys < self.sinks))
         return near if visible is None else visible & near
