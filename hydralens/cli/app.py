@@ -211,3 +211,17 @@ def build(
         typer.echo(f"{kinds.count('full')} of {len(kinds)} heads keep full attention; a cache of 4096 tokens takes {share:.0%} of the base model's bytes.")
         typer.echo("It has not been trained: every head starts from the base model's weights, and a linear one needs training before it speaks.")
         typer.echo(out)
+
+
+@app.command(epilog="Example: hydralens transfer examples/embedded-cpu.toml; on 8 GPUs: torchrun --nproc-per-node 8 -m hydralens.transfer CONFIG.toml")
+def transfer(
+    config: Annotated[Path, typer.Argument(help="The TOML of the transfer; examples/ has three.", show_default=False)],
+    quiet: Quiet = False,
+) -> None:
+    """Train a hybrid in three stages: attention alone, all weights by the base model's logits, long text. Called again, it goes on where it stopped."""
+    from hydralens.transfer.config import read_config
+    from hydralens.transfer.pipeline import transfer as run_transfer
+
+    folder = run_transfer(read_config(config), verbose=not quiet)
+    if not quiet:
+        typer.echo(folder)

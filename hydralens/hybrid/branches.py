@@ -39,6 +39,10 @@ class Tokens:
     documents: Int[Tensor, "n"] | None
 
 
+class Gate(nn.Linear):
+    """Starts at 0, where 2 sigmoid(W x) is 1."""
+
+
 class Branch(nn.Module):
     """Projections of some heads of one layer, and their gate.
 
@@ -55,7 +59,7 @@ class Branch(nn.Module):
         self.k_proj = nn.Linear(d_model, len(kv_heads) * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(d_model, len(kv_heads) * self.head_dim, bias=bias)
         self.q_norm, self.k_norm = (None, None) if qk_norm is None else (qk_norm(), qk_norm())
-        self.gate = None if gate is None else nn.Linear(d_model, len(heads) * (self.head_dim if gate == "channel" else 1), bias=False)
+        self.gate = None if gate is None else Gate(d_model, len(heads) * (self.head_dim if gate == "channel" else 1), bias=False)
 
     def split(self, x: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos head d_head"]:
         return rearrange(x, "batch pos (head d_head) -> batch pos head d_head", d_head=self.head_dim)

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hydralens.errors import InputError
 from hydralens.files import write_text
-from hydralens.hybrid.branches import FullHeads, GatedDeltaHeads, LinearHeads, Tokens, causal_mask
+from hydralens.hybrid.branches import FullHeads, Gate, GatedDeltaHeads, LinearHeads, Tokens, causal_mask
 from hydralens.hybrid.cache import HybridCache, HybridLayer
 from hydralens.hybrid.config import HydraHeadConfig
 from hydralens.hybrid.lens import hybrid_anatomy
@@ -98,6 +98,10 @@ class HybridAttention(nn.Module):
         return self.z(torch.cat([branch(x, tokens, memory) for branch in self.branches.values()], 2)[:, :, self.place])
 
     def write(self, z: Float[Tensor, "batch pos head d_head"], x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        return self.o_proj(self.fuse(z, x).flatten(2))
+
+    def fuse(self, z: Float[Tensor, "batch pos head d_head"], x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos head d_head"]:
+        """What the output projection reads: the heads' outputs normalised, scaled and gated."""
         if self.fusion is not None:
             z = self.fusion(z)
         # After the norm, which would cancel what a gate does to a whole head.
@@ -105,7 +109,7 @@ class HybridAttention(nn.Module):
             width = max(branch.head_dim if branch.gate is not None and branch.gate.out_features > len(branch.heads) else 1 for branch in self.branches.values())
             gates = torch.cat([branch.gates(x).expand(-1, -1, -1, width) for branch in self.branches.values()], 2)[:, :, self.place]
             z = z * gates
-        return self.o_proj(z.flatten(2))
+        return z
 
 
 class HybridLayerBlock(GradientCheckpointingLayer):
@@ -136,8 +140,9 @@ class HydraHeadPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
         match module:
+            case Gate():
+                init.zeros_(module.weight)
             case Fusion():
                 init.ones_(module.gamma)
             case LinearHeads():
@@ -145,8 +150,8 @@ class HydraHeadPreTrainedModel(PreTrainedModel):
                 for name, value in fresh.named_parameters():
                     if name.split(".")[0] not in ("q_proj", "k_proj", "v_proj", "gate"):
                         init.copy_(module.get_parameter(name), value)
-        if getattr(module, "gate", None) is not None:
-            init.zeros_(module.gate.weight)
+            case _:
+                super()._init_weights(module)
 
 
 class HydraHeadModel(HydraHeadPreTrainedModel):
@@ -169,7 +174,7 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
     ) -> list[Float[Tensor, "batch pos d_model"]]:
         """The residual stream entering every layer, and the normed one after the last."""
         n_past = 0 if cache is None else cache.get_seq_length()
-        tokens = self._tokens(inputs_embeds, attention_mask, position_ids, n_past, cu_seqlens, cache is not None)
+        tokens = self.tokens(inputs_embeds, attention_mask, position_ids, n_past, cu_seqlens, cache is not None)
         residual, states = inputs_embeds, []
         for index, layer in enumerate(self.layers):
             states.append(residual)
@@ -179,7 +184,16 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
                 layer.n_tokens += inputs_embeds.shape[1]
         return [*states, self.norm(residual)]
 
-    def _tokens(self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, n_past: int, cu_seqlens: Tensor | None, caching: bool) -> Tokens:
+    def tokens(
+        self,
+        x: Float[Tensor, "batch pos d_model"],
+        attention_mask: Int[Tensor, "batch key"] | None = None,
+        position_ids: Int[Tensor, "batch pos"] | None = None,
+        n_past: int = 0,
+        cu_seqlens: Int[Tensor, "n"] | None = None,
+        caching: bool = False,
+    ) -> Tokens:
+        """What every layer is told about the tokens of a call."""
         batch, n_pos = x.shape[:2]
         here = torch.arange(n_pos, device=x.device)
         real = visible = None
