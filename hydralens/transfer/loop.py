@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -61,11 +62,19 @@ def train(
     first = _resume(folder, module, optimizer, ranks)
     log = _Log(name, folder, first, stage, ranks, flops_per_token, tensorboard)
     progress = tqdm(range(first, stage.steps), desc=name, initial=first, total=stage.steps, disable=not (verbose and ranks.first))
+
+    def parts_of(step: int) -> list[Batch]:
+        return [rows.batch(step, stage.rows, ranks.rank * parts + part, ranks.world * parts) for part in range(parts)]
+
+    # The rows of the next step are made while this one is computed.
+    ahead = ThreadPoolExecutor(1)
+    coming = ahead.submit(parts_of, first)
     for step in progress:
+        batches = [batch.to(ranks.device) for batch in coming.result()]
+        coming = ahead.submit(parts_of, step + 1)
         lr = learning_rate(stage, step)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["factor"]
-        batches = [rows.batch(step, stage.rows, ranks.rank * parts + part, ranks.world * parts).to(ranks.device) for part in range(parts)]
         weight = ranks.total(torch.stack([weigh(batch) for batch in batches]).sum())
         sums: dict[str, Tensor] = {}
         for batch in batches:
@@ -85,6 +94,7 @@ def train(
         log.write(step, lr, means, norm)
         if (step + 1) % stage.checkpoint_every == 0 or step + 1 == stage.steps:
             _save(folder, step + 1, module, optimizer, ranks)
+    ahead.shutdown()
 
 
 def learning_rate(stage: Stage, step: int) -> float:

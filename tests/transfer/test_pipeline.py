@@ -252,3 +252,9 @@ def test_head_energy_is_what_a_head_adds_to_the_residual_stream():
     gram = torch.einsum("hdm,hem->hde", weight.unflatten(0, (3, 4)), weight.unflatten(0, (3, 4)))
     slow = torch.stack([(z[0, :, head] @ weight[4 * head : 4 * head + 4]).square().sum() for head in range(3)])
     torch.testing.assert_close(align.head_energy(z, gram), slow)
+
+
+@pytest.mark.parametrize("name", ["embedded-cpu", "embedded-one-gpu", "qwen3-1.7b-8-gpus"])
+def test_the_examples_are_whole(name):
+    config = read_config(f"examples/{name}.toml")
+    assert config.align and config.distil and config.finetune and config.align.steps > 1
