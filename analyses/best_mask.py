@@ -8,6 +8,7 @@ haystack of its own, and intervals are bootstrapped over haystacks. Written to O
 
     masks.csv        ratio, method, needles, accuracy and margin with intervals, and the difference to the default method on the same prompts
     masks.md         the same as a table
+    figures/best_mask.html, .png     accuracy by ratio
 """
 
 import argparse
@@ -120,6 +121,8 @@ def main() -> None:
     model = hl.load_model(args.model, dtype=args.dtype)
     found = measure(model, masks_of(scores, model.info.n_layers, model.info.n_heads), args.queries, args.tokens, args.seed)
     write_atomically(args.out / "masks.csv", lambda path: found.to_csv(path, index=False, float_format="%.4g"))
+    named = found.assign(task=found["needles"].map(lambda needles: f"{needles} needle{'s' if needles > 1 else ''}"))
+    hl.figures.save_figure(hl.figures.ratio_sweep(named, DEFAULT), args.out / "figures" / "best_mask")
     text = as_markdown(model, found)
     write_text(args.out / "masks.md", text)
     print(text)

@@ -9,6 +9,7 @@ Every method scores the same probes (``score_heads(method=...)``). Written to OU
     damage.csv       each method: accuracy on prompts not used for scoring with its top 4, 8 and 16 heads mean-ablated, and Spearman of its
                      score with the exact single-head drop of the answer's log-probability
     agreement.md     both as tables
+    figures/detector_agreement.html, .png
 """
 
 import argparse
@@ -129,6 +130,7 @@ def main() -> None:
     broken = damage(model, scores, args.queries, args.tokens, args.pairs, args.seed)
     for name, frame in (("agreement", pairs), ("damage", broken)):
         write_atomically(args.out / f"{name}.csv", lambda path, frame=frame: frame.to_csv(path, index=False, float_format="%.4g"))
+    hl.figures.save_figure(hl.figures.detector_agreement(pairs), args.out / "figures" / "detector_agreement")
     text = as_markdown(model, pairs, broken)
     write_text(args.out / "agreement.md", text)
     print(text)

@@ -36,7 +36,7 @@ _HOME = {  # public name -> the module that defines it
     "HydraHeadConfig": "hydralens.hybrid.config",
     "HydraHeadForCausalLM": "hydralens.hybrid.modeling",
 }
-_MODULES = ("detectors", "figures", "patching", "probes", "statistics")
+_MODULES = ("detectors", "figures", "patching", "probes", "statistics", "widgets")
 
 __all__ = [*_HOME, *_MODULES]
 

@@ -113,4 +113,14 @@ for backend in ("hooks", "transformer_lens", "nnsight"):
     print(f"{backend:17s}", [round(float(own.values[cell]), 5) for cell in asked])
 
 # %% [markdown]
+# ## Look at the heads
+#
+# Click on a head: what it looks at from the answer's position, what each probe loses without it, and the tokens that it raises and lowers.
+
+# %%
+probes = hl.probes.retrieval(model, n_pairs=2, n_tokens=128, shapes=("niah_single_2", "niah_multikey_1"), corruptions=("value", "swap"))
+scores = hl.score_heads(model, probes, method="direct")
+hl.widgets.head_explorer(model, probes, scores)
+
+# %% [markdown]
 # Next: [choosing a mask](04_choosing_a_mask.ipynb)

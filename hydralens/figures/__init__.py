@@ -10,6 +10,7 @@ from hydralens.figures.circuit import circuit
 from hydralens.figures.clusters import head_clusters
 from hydralens.figures.heads import head_heatmap, probe_facets, role_maps
 from hydralens.figures.matrices import block_similarity, head_similarity, layer_similarity
+from hydralens.figures.methods import detector_agreement, ratio_sweep
 from hydralens.figures.profile import layer_profile
 from hydralens.figures.saving import save_figure, save_figures
 from hydralens.figures.stability import pairs_curve, stability_matrix, volcano
@@ -17,6 +18,7 @@ from hydralens.figures.stability import pairs_curve, stability_matrix, volcano
 __all__ = [
     "block_similarity",
     "circuit",
+    "detector_agreement",
     "head_clusters",
     "head_heatmap",
     "head_similarity",
@@ -26,6 +28,7 @@ __all__ = [
     "mask_preview",
     "pairs_curve",
     "probe_facets",
+    "ratio_sweep",
     "role_maps",
     "save_figure",
     "save_figures",
