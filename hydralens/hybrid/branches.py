@@ -14,6 +14,7 @@ from hydralens.hybrid.cache import HybridLayer
 from hydralens.hybrid.config import HydraHeadConfig
 from hydralens.hybrid.recurrence import linear_recurrence
 from hydralens.models.anatomy import Rope, rotate
+from hydralens.models.attention import attend
 
 LONGEST, SHORTEST = 1e3, 10.0  # tokens after which a linear head has forgotten all but 1/e of a token, at the start of training
 
@@ -24,7 +25,6 @@ class Tokens:
 
     Attributes:
         positions: each new token's place in its document.
-        key_positions: the same of all tokens, cached ones first.
         rope: cosines and sines at the positions.
         real: False for padding; None where there is none.
         visible: which keys each query sees, for the full heads; None where causality, or causality within documents, says it.
@@ -32,7 +32,6 @@ class Tokens:
     """
 
     positions: Int[Tensor, "batch pos"]
-    key_positions: Int[Tensor, "batch key"]
     rope: Rope
     real: Bool[Tensor, "batch pos"] | None
     visible: Bool[Tensor, "batch 1 pos key"] | None
@@ -98,29 +97,51 @@ class FullHeads(Branch):
             # In float32: in bfloat16 positions above 256 are no longer told apart.
             scale = (tokens.positions.float() + self.log_scale).log() / math.log(self.log_scale)
             q = (q * scale[:, None, :, None]).to(q.dtype)
+        if self.window is not None and tokens.documents is None:
+            return self._recent(q, k, v, tokens, memory)
         if memory is not None:
             k, v = memory.append(f"{self.kind}.k", k), memory.append(f"{self.kind}.v", v)
         k, v = k[:, self.reads], v[:, self.reads]
         if tokens.documents is not None:
             return attend_packed(q, k, v, tokens.documents, scale=self.head_dim**-0.5, window=self.window, sinks=self.sinks)
-        visible = self._visible(tokens, q.shape[2], k.shape[2], q.device)
+        visible = tokens.visible
+        if visible is None and 1 < q.shape[2] < k.shape[2]:
+            visible = causal_mask(q.shape[2], k.shape[2], q.device)
         # Causality is told by is_causal only where queries and keys are the same tokens: it aligns the first query with the first key.
         causal = visible is None and q.shape[2] == k.shape[2] and q.shape[2] > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal).transpose(1, 2)
 
-    def _visible(self, tokens: Tokens, n_queries: int, n_keys: int, device: torch.device) -> Bool[Tensor, "batch 1 pos key"] | None:
-        visible = tokens.visible
-        if self.window is None or self.window >= n_keys:
-            if visible is None and 1 < n_queries < n_keys:
-                return causal_mask(n_queries, n_keys, device)
-            return visible
-        causal = causal_mask(n_queries, n_keys, device)
-        # Counted in positions, not in places of the cache, where padding may lie between tokens.
-        keys = tokens.key_positions[:, None, None]
-        near = causal & (keys > tokens.key_positions[:, None, -n_queries:, None] - self.window)
-        if self.sinks:
-            near = near | (causal & (keys < self.sinks))
-        return near if visible is None else visible & near
+    def _recent(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
+        """Attention to sinks and a window. Both are counted in positions, not in places of the cache, where padding may lie between tokens."""
+        n_new = q.shape[2]
+        positions = tokens.positions if tokens.real is None else tokens.positions.masked_fill(~tokens.real, -1)
+        positions = positions.expand(q.shape[0], -1)[:, None].int()  # [batch 1 key]
+        if memory is not None:
+            k, v, positions = (memory.append(f"{self.kind}.{name}", y) for name, y in (("k", k), ("v", v), ("positions", positions)))
+            self._forget(memory)
+        k, v = k[:, self.reads], v[:, self.reads]
+        if tokens.real is None and k.shape[2] == n_new:  # nothing cached: by blocks, without a mask of queries x keys
+            return attend(q, k, v, scale=self.head_dim**-0.5, window=self.window, sinks=self.sinks)
+        query, key = tokens.positions[:, None, :, None], positions[:, :, None]
+        visible = (key >= 0) & (key <= query) & ((key > query - self.window) | (key < self.sinks))
+        if tokens.real is not None:  # padding sees itself, or its softmax would be over nothing
+            visible = visible.clone()
+            visible[..., -n_new:] |= torch.eye(n_new, dtype=torch.bool, device=q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+
+    def _forget(self, memory: HybridLayer) -> None:
+        """Keys that no later query can see."""
+        positions = memory.tensors[f"{self.kind}.positions"]
+        keep = self.window - 1 + self.sinks
+        if positions.shape[2] <= keep:
+            return
+        first = positions.amax(2, keepdim=True) + 2 - self.window  # that the next query sees, besides the sinks
+        needed = (positions >= 0) & ((positions >= first) | (positions < self.sinks))
+        places = needed.int().argsort(dim=2, descending=True, stable=True)[:, :, :keep].sort(2).values
+        memory.tensors[f"{self.kind}.positions"] = positions.gather(2, places)
+        for name in (f"{self.kind}.k", f"{self.kind}.v"):
+            old = memory.tensors[name]
+            memory.tensors[name] = old.gather(2, places[..., None].expand(-1, old.shape[1], -1, old.shape[3]))
 
 
 class LinearHeads(Branch):

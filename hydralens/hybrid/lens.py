@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -56,8 +55,7 @@ def hybrid_anatomy(hf: PreTrainedModel) -> Anatomy:
     config, decoder = hf.config, hf.model
 
     def rope(x: Tensor, positions: Int[Tensor, "pos"]) -> dict[None, Any]:
-        keys = torch.arange(int(positions[-1]) + 1, device=positions.device)
-        return {None: Tokens(positions[None], keys[None], decoder.rotary_emb(x, positions[None]), None, None, None)}
+        return {None: Tokens(positions[None], decoder.rotary_emb(x, positions[None]), None, None, None)}
 
     return Anatomy(
         family=config.model_type,

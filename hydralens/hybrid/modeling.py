@@ -197,7 +197,7 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         batch, n_pos = x.shape[:2]
         here = torch.arange(n_pos, device=x.device)
         real = visible = None
-        keys = torch.arange(n_past + n_pos, device=x.device)[None]
+        counted = (n_past + here)[None]
         if cu_seqlens is None and attention_mask is None and position_ids is not None and not n_past:
             cu_seqlens = documents_of(position_ids)
         if cu_seqlens is not None:
@@ -207,7 +207,7 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
             if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n_pos or not (cu_seqlens.diff() > 0).all():
                 raise InputError(f"cu_seqlens is {cu_seqlens.tolist()[:20]}; it must run from 0 to the {n_pos} tokens of the row, rising")
             document = torch.searchsorted(cu_seqlens[1:].contiguous(), here, right=True)
-            keys = (here - cu_seqlens[document])[None]
+            counted = (here - cu_seqlens[document])[None]
         elif attention_mask is not None:
             if attention_mask.shape != (batch, n_past + n_pos):
                 raise InputError(
@@ -217,12 +217,12 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
             if not attention_mask.all():
                 known = attention_mask.bool()
                 real = known[:, n_past:]
-                keys = (known.cumsum(1) - 1).clamp(min=0)
+                counted = (known.cumsum(1) - 1).clamp(min=0)[:, n_past:]
                 own = torch.eye(n_pos, dtype=torch.bool, device=x.device)  # padding sees itself, or its softmax would be over nothing
                 visible = causal_mask(n_pos, n_past + n_pos, x.device) & known[:, None, None]
                 visible[..., n_past:] |= own
-        positions = (keys[:, n_past:] if position_ids is None else position_ids).expand(batch, -1)
-        return Tokens(positions, keys, self.rotary_emb(x, positions), real, visible, cu_seqlens)
+        positions = (counted if position_ids is None else position_ids).expand(batch, -1)
+        return Tokens(positions, self.rotary_emb(x, positions), real, visible, cu_seqlens)
 
 
 def documents_of(position_ids: Int[Tensor, "batch pos"]) -> Int[Tensor, "n"] | None:
@@ -318,9 +318,16 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
         """Bytes of a cache of ``n_tokens``: ``"hybrid"``, of it ``"kv"`` and ``"state"``, and ``"base"`` for the base model in the same dtype."""
         config, size = self.config, torch.finfo(self.dtype).bits // 8
         branches = [branch for layer in self.model.layers for branch in layer.self_attn.branches.values()]
-        n_kv = sum(len(branch.kv_heads) for branch in branches if isinstance(branch, FullHeads))
+        kv = 0
+        for branch in branches:
+            if isinstance(branch, FullHeads) and branch.window is not None:  # and each key's position
+                n_kept = min(n_tokens, branch.window - 1 + branch.sinks)
+                kv += n_kept * (2 * len(branch.kv_heads) * config.head_dim * size + 4)
+            elif isinstance(branch, FullHeads):
+                kv += n_tokens * 2 * len(branch.kv_heads) * config.head_dim * size
         n_linear = sum(len(branch.heads) for branch in branches if isinstance(branch, LinearHeads))
-        kv = 2 * n_kv * config.head_dim * n_tokens * size
         state = n_linear * config.head_dim * (config.head_dim * 4 + 3 * ((config.linear_conv or 1) - 1) * size)
-        base = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * n_tokens * size
+        windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+        held = sum(n_tokens if window is None else min(n_tokens, window - 1) for window in windows)
+        base = held * 2 * config.num_key_value_heads * config.head_dim * size
         return {"hybrid": batch * (kv + state), "kv": batch * kv, "state": batch * state, "base": batch * base}

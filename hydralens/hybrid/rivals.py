@@ -17,7 +17,7 @@ Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 class WindowHeads(FullHeads):
     """The base model's own attention, RoPE included, limited to the first ``sinks`` tokens and the last ``window_size`` (DuoAttention, arXiv 2410.10819).
 
-    Keys and values outside the window stay in the cache.
+    The cache holds no more of them either.
     """
 
     kind = "window"

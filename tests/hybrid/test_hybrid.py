@@ -266,6 +266,22 @@ def test_cache_bytes_are_what_a_cache_holds(choices):
     assert told["base"] == sum(2 * layer.keys.numel() * 2 for layer in base.layers)
 
 
+@pytest.mark.parametrize(("family", "choices"), [("mistral", {}), ("llama", {"recipe": "duo", "window_size": 5, "sinks": 2})])
+@torch.no_grad()
+def test_windows_keep_no_more_than_they_see(family, choices):
+    """Chunk by chunk the cache stops growing, and nothing is lost of what later tokens see."""
+    hybrid, lens = tiny_hybrid(family, **choices)
+    tokens, cache = random_tokens(2, 60), HybridCache(4)
+    whole, parts = hybrid(tokens).logits, []
+    for start, stop in ((0, 1), (1, 30), (30, 33), (33, 34), (34, 59), (59, 60)):
+        parts.append(hybrid(tokens[:, start:stop], cache=cache).logits)
+        assert cache.n_bytes == hybrid.cache_bytes(stop, batch=2)["hybrid"]
+    close(torch.cat(parts, 1), whole)
+    out = lens.hf(tokens, use_cache=True)
+    base = getattr(out, "cache", None) or out.past_key_values
+    assert hybrid.cache_bytes(60, batch=2)["base"] == sum(2 * layer.keys.numel() * 4 for layer in base.layers)
+
+
 @torch.no_grad()
 def test_gamma_starts_at_the_teachers_mean_rms():
     lens = wrap_model(tiny_hf("llama"))

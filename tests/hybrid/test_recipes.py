@@ -129,7 +129,7 @@ def run(branch, x):
 
     positions = torch.arange(x.shape[1])[None]
     cos = torch.ones(1, x.shape[1], 8, dtype=torch.float64)
-    return branch(x, Tokens(positions, positions, (cos, cos * 0), None, None, None), None)[0]
+    return branch(x, Tokens(positions, (cos, cos * 0), None, None, None), None)[0]
 
 
 @torch.no_grad()
