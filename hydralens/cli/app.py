@@ -225,3 +225,45 @@ def transfer(
     folder = run_transfer(read_config(config), verbose=not quiet)
     if not quiet:
         typer.echo(folder)
+
+
+TASKS_HELP = (
+    "Comma-separated: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery; a reasoning task (variable_tracking, ioi, ...); "
+    "perplexity (needs --text); speed."
+)
+
+
+@app.command(epilog="Example: hydralens evaluate runs/transfer/finetune/model --against embedded --tasks niah_single_2,niah_multikey_1 --out runs/evaluation")
+def evaluate(
+    out: Out,
+    model: Annotated[str, typer.Argument(help="A model as `hydralens score` takes it, or the folder of a hybrid.", show_default=False)],
+    against: Annotated[str | None, typer.Option("--against", help="The model to compare with, such as the base model.", show_default=False)] = None,
+    tasks: Annotated[str, typer.Option("--tasks", help=TASKS_HELP)] = "niah_single_1,niah_single_2,niah_multikey_1",
+    lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated: tokens of the prompts.")] = "512,1024",
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of a task and length, spread over five depths.")] = 50,
+    text: Annotated[Path | None, typer.Option("--text", help="File or folder for perplexity.", show_default=False)] = None,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    quiet: Quiet = False,
+) -> None:
+    """Ask a model, and the one to compare with, the same; called again, it goes on where it stopped."""
+    from hydralens.errors import InputError
+    from hydralens.evaluate import evaluate as run_evaluation
+    from hydralens.models.loading import load_model
+    from hydralens.report.evaluation import side_by_side
+    from hydralens.run import check_writable
+
+    try:
+        tokens = [int(length) for length in lengths.split(",")]
+    except ValueError:
+        raise InputError(f"--lengths {lengths!r} are not numbers with commas between them, such as 512,1024") from None
+    check_writable(out)
+    opened = [load_model(source, device=device, dtype=dtype) for source in (against, model) if source is not None]
+    models = {own.info.id: own for own in opened}
+    asked = {"tasks": tasks.split(","), "lengths": tokens, "n_prompts": prompts, "text": text, "seed": seed}
+    tables = run_evaluation(models, out, **asked, verbose=not quiet)
+    if not quiet:
+        for name, values in side_by_side(tables, list(models)):
+            typer.echo(f"{name:45s} {'   '.join(values)}")
+        typer.echo(out / "evaluation.html")

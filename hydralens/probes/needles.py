@@ -68,8 +68,12 @@ SHAPES = {
         question="\n\nQuestion: What are the special magic {kind}s for {asked} and {key} mentioned in the text above?\n"
         "Answer: {answered} The special magic {kind} for {key} is",
     ),
+    "niah_multikey_3": Shape("needles", ("code",)),
     "kv_recall": Shape("needles", ("number",), needle="{{ key: {key}, value: {value} }}", question="\n\n{{ key: {key}, value:", separator="\n"),
 }
+
+
+SUB_PROBES = tuple(name for name in SHAPES if name != "niah_multikey_3")  # too hard for small models to find heads with; evaluation asks it
 
 
 @dataclass(frozen=True)
@@ -127,12 +131,12 @@ def retrieval(
 ) -> list[Probe]:
     """Every shape with every corruption, one probe each: the sub-probes of long-context retrieval (HydraHead).
 
-    See ``niah`` for the arguments; ``shapes`` defaults to all of ``SHAPES``.
+    See ``niah`` for the arguments; ``shapes`` defaults to ``SUB_PROBES``.
 
     Raises:
         InputError: an unknown shape or corruption, or no room for needle and question in ``n_tokens``.
     """
-    names = list(SHAPES) if shapes is None else shapes
+    names = SUB_PROBES if shapes is None else shapes
     return [niah(model, shape, corruption, n_pairs, n_tokens, seed, depth, haystack) for shape in names for corruption in corruptions]
 
 

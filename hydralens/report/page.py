@@ -43,8 +43,8 @@ def write_report(path: str | Path, run: RunResult, figures: Mapping[str, go.Figu
         kept_heads=answer.kept_heads(run),
         quantity=quantity(all_prompts(run.scores)),
         detectors=answer.DETECTORS,
-        figures=[_embed(name, fig) for name, fig in (run_figures(run) if figures is None else figures).items()],
-        settings=list(_flat(run.settings)),
+        figures=[embed(name, fig) for name, fig in (run_figures(run) if figures is None else figures).items()],
+        settings=list(flat(run.settings)),
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
         plotly=Markup(get_plotlyjs()),
     )
@@ -76,7 +76,7 @@ def run_figures(run: RunResult) -> dict[str, go.Figure]:
     return made | {"layer_profile": draw.layer_profile(scores)}
 
 
-def _embed(name: str, fig: go.Figure) -> dict[str, Any]:
+def embed(name: str, fig: go.Figure) -> dict[str, Any]:
     """The figure without title and caption, which the page sets as text that wraps."""
     about = fig.layout.meta
     bare = go.Figure(fig)
@@ -85,11 +85,11 @@ def _embed(name: str, fig: go.Figure) -> dict[str, Any]:
     return about | {"name": name, "height": about["height"] + 12 + about["headroom"] + 48, "html": Markup(html)}
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in settings.items():
         name = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}: ")
+            yield from flat(value, f"{name}: ")
         elif isinstance(value, list | tuple):
             yield name, ", ".join(map(str, value))
         else:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hydralens.errors import InputError
 from hydralens.probes import kv_recall, niah, retrieval
-from hydralens.probes.needles import CORRUPTIONS, SHAPES
+from hydralens.probes.needles import CORRUPTIONS, SHAPES, SUB_PROBES
 from hydralens.probes.text import REPEATED, prose
 from hydralens.probes.words import ADJECTIVES, ANIMALS, CITIES, NAMES, NOUNS
 from tests.probes.tokenizers import KINDS, model_with, tokenizer
@@ -100,7 +100,7 @@ def test_what_a_shape_holds():
 
 def test_a_shape_is_the_same_whatever_else_is_built():
     together = retrieval(model_with("digits"), 3, 200, seed=4)
-    assert [(probe.name, probe.corruption) for probe in together] == [(shape, corruption) for shape in SHAPES for corruption in CORRUPTIONS]
+    assert [(probe.name, probe.corruption) for probe in together] == [(shape, corruption) for shape in SUB_PROBES for corruption in CORRUPTIONS]
     (alone,) = retrieval(model_with("digits"), 3, 200, seed=4, shapes=["niah_multiquery"], corruptions=["key"])
     assert same(alone, together[list(SHAPES).index("niah_multiquery") * 3 + 1])
     assert same(kv_recall(model_with("digits"), "swap", 3, 200, 4), together[-1])
