@@ -50,7 +50,8 @@ def evaluate(
 
     Args:
         models: name -> model, the one to compare with first. All are asked with the tokenizer of the first.
-        tasks: any of ``TASKS``: RULER's needle tasks, reasoning tasks (whose prompts have a length of their own), ``perplexity``, ``speed``.
+        tasks: any of ``TASKS``: RULER's needle tasks, reasoning tasks (whose prompts have a length of their own), ``perplexity`` (at the greatest length),
+            ``speed``.
         lengths: tokens of the prompts.
         depths: where the needle lies, 0 to 1.
         n_prompts: of a task and length, spread over the depths.
@@ -67,7 +68,9 @@ def evaluate(
     documents = None if text is None else _documents(text, first)
     tables: dict[str, list[pd.DataFrame]] = {}
     begun = time.perf_counter()
-    cells = [(name, task, length) for name in models for task in tasks for length in (lengths if task not in REASONING else lengths[:1])]
+    # Reasoning prompts have a length of their own, and the longest text shows all positions.
+    asked = {task: lengths[:1] if task in REASONING else [max(lengths)] if task == "perplexity" else lengths for task in tasks}
+    cells = [(name, task, length) for name in models for task in tasks for length in asked[task]]
     for name, task, length in tqdm(cells, desc="evaluating", disable=not verbose):
         model = models[name]
         # The tokenizer of one, the weights of the other: prompts are equal.
@@ -132,8 +135,7 @@ def _cell(folder: Path, model: LensModel, settings: dict[str, Any], ask: Callabl
     """What ``ask`` gives, or gave before."""
     key = json.dumps([version("hydralens"), model.info.fingerprint, str(model.dtype), settings], sort_keys=True)
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    if path.exists():
-        return pd.DataFrame(read_json(path)["rows"])
-    found = ask(model)
-    write_json(path, {"settings": settings, "rows": json.loads(found.to_json(orient="records", double_precision=12))})
-    return found
+    if not path.exists():
+        write_json(path, {"settings": settings, "rows": json.loads(ask(model).to_json(orient="records", double_precision=12))})
+    rows = read_json(path)["rows"]
+    return pd.DataFrame([{name: float("nan") if value is None else value for name, value in row.items()} for row in rows])

@@ -40,6 +40,7 @@ def depth_heatmap(frame: pd.DataFrame) -> go.Figure:
                 customdata=cells[:, :, 1:],
                 hovertemplate=f"{model}, {task}<br>%{{x}} tokens, needle at %{{y}}: %{{z:.0%}} "
                 "[%{customdata[0]:.0%}, %{customdata[1]:.0%}] of %{customdata[2]:d}<extra></extra>",
+                texttemplate="%{z:.0%}",
                 coloraxis="coloraxis",
                 xgap=1,
                 ygap=1,
@@ -47,7 +48,7 @@ def depth_heatmap(frame: pd.DataFrame) -> go.Figure:
             row=row,
             col=column,
         )
-    fig.update_layout(coloraxis={"colorscale": "RdBu", "cmin": 0, "cmax": 1, "colorbar": colorbar("accuracy")})
+    fig.update_layout(coloraxis={"colorscale": "Viridis", "cmin": 0, "cmax": 1, "colorbar": colorbar("accuracy")})
     fig.update_xaxes(type="category", showgrid=False, ticks="")
     fig.update_xaxes(title="tokens", row=len(models))
     fig.update_yaxes(type="category", autorange="reversed", showgrid=False, ticks="")

@@ -259,7 +259,9 @@ class GatedDeltaHeads(LinearHeads):
 
 
 def unit(x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-    return F.normalize(x.float(), dim=-1).to(x.dtype)
+    """Of length 1, with the epsilon of fla's kernels."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def slow_decay(n_heads: int) -> Float[Tensor, "head"]:

@@ -56,7 +56,7 @@ def side_by_side(tables: Mapping[str, pd.DataFrame], models: list[str]) -> list[
     if "perplexity" in tables:
         for (start, stop), own in tables["perplexity"].groupby(["position_from", "position_to"], sort=False):
             by = own.groupby("model").mean(numeric_only=True).reindex(models)
-            rows.append((f"nats a token, positions {start} to {stop}", [f"{row.nll:.3f} [{row.ci_low:.3f}, {row.ci_high:.3f}]" for row in by.itertuples()]))
+            rows.append((f"nats a token, positions {start} to {stop}", [_nll(row) for row in by.itertuples()]))
     if "speed" in tables:
         for length, own in tables["speed"].groupby("length", sort=False):
             by = own.set_index("model").reindex(models)
@@ -64,3 +64,8 @@ def side_by_side(tables: Mapping[str, pd.DataFrame], models: list[str]) -> list[
             rows.append((f"tokens/s after {length} tokens", [f"{value:,.1f}" for value in by["decode_tokens_per_s"]]))
             rows.append((f"cache of {length} tokens, MiB", [f"{value / 2**20:.1f}" for value in by["cache_bytes"]]))
     return rows
+
+
+def _nll(row: Any) -> str:
+    """Without an interval where there was one document."""
+    return f"{row.nll:.3f}" if row.ci_low != row.ci_low else f"{row.nll:.3f} [{row.ci_low:.3f}, {row.ci_high:.3f}]"

@@ -233,7 +233,7 @@ def test_select_says_what_the_choice_costs(command, scores, tmp_path):
         (["--ratio=-1:1"], "ratio '-1:1' is not"),
         (["--ratio", ""], "ratio '' is not"),
         (["--rule", "best"], "rule 'best' is not one of global, global-constrained"),
-        (["--method", "magic"], "method 'magic' is not one of restriction, paper, copy_paste, "),
+        (["--method", "magic"], "method 'magic' is not one of restriction, paper, direct, copy_paste, "),
         (["--device", "tpu9"], "device 'tpu9'"),
         (["--device", "cuda:77"], "device 'cuda:77' is not there"),
         (["--dtype", "int8"], "dtype 'int8' is not supported; use one of float32"),
