@@ -250,8 +250,8 @@ class GatedDeltaHeads(LinearHeads):
         self.dt_bias.copy_(slow_decay(len(self.heads)))
 
     def step(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        log_decay = -self.A_log.float().exp() * F.softplus(self.a_proj(x).float() + self.dt_bias.float())
-        beta = self.b_proj(x).float().sigmoid() * (2 if self.config.negative_eigenvalues else 1)
+        log_decay = -wide(self.A_log).exp() * F.softplus(wide(self.a_proj(x)) + wide(self.dt_bias))
+        beta = wide(self.b_proj(x)).sigmoid() * (2 if self.config.negative_eigenvalues else 1)
         return unit(q), unit(k), v, log_decay, beta
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -260,8 +260,13 @@ class GatedDeltaHeads(LinearHeads):
 
 def unit(x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
     """Of length 1, with the epsilon of fla's kernels."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    own = wide(x)
+    return (own * (own.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def slow_decay(n_heads: int) -> Float[Tensor, "head"]:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hydralens.hybrid.branches import FullHeads, LinearHeads, slow_decay, unit
+from hydralens.hybrid.branches import FullHeads, LinearHeads, slow_decay, unit, wide
 from hydralens.hybrid.config import HydraHeadConfig
 
 Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -54,8 +54,8 @@ class KimiDeltaHeads(LinearHeads):
         self.dt_bias.copy_(slow_decay(len(self.heads)).repeat_interleave(self.head_dim))
 
     def step(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor) -> Step:
-        dt = F.softplus(self.up_proj(self.down_proj(x)).float() + self.dt_bias.float())
-        return unit(q), unit(k), v, -self.A_log.float().exp()[:, None] * self.split(dt), self.b_proj(x).float().sigmoid()
+        dt = F.softplus(wide(self.up_proj(self.down_proj(x))) + wide(self.dt_bias))
+        return unit(q), unit(k), v, -wide(self.A_log).exp()[:, None] * self.split(dt), wide(self.b_proj(x)).sigmoid()
 
 
 class LightningHeads(LinearHeads):
@@ -92,7 +92,7 @@ class GatedLinearHeads(LinearHeads):
     kind, delta, rope = "gla", False, False
 
     def step(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor) -> Step:
-        return q.softmax(-1), k.softmax(-1), v, F.logsigmoid(k.float()) / 16, torch.ones(q.shape[:3], device=x.device)
+        return q.softmax(-1), k.softmax(-1), v, F.logsigmoid(wide(k)) / 16, torch.ones(q.shape[:3], device=x.device)
 
 
 class Mamba2Heads(LinearHeads):
@@ -116,14 +116,14 @@ class Mamba2Heads(LinearHeads):
         self.D.fill_(1)
 
     def step(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor) -> Step:
-        dt = F.softplus(self.dt_proj(x).float() + self.dt_bias.float())
+        dt = F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
         if self.conv is not None:  # Mamba's activation belongs to its convolution; without it the base model's values keep their sign
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        return q, k, v, -self.A_log.float().exp() * dt, dt
+        return q, k, v, -wide(self.A_log).exp() * dt, dt
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         out, last = super().recur(q, k, v, log_decay, beta, state, documents)
-        return out + (self.D.float()[:, None] * v.float()).to(out.dtype), last
+        return out + (wide(self.D)[:, None] * wide(v)).to(out.dtype), last
 
 
 RIVALS = {own.kind: own for own in (WindowHeads, KimiDeltaHeads, LightningHeads, GatedLinearHeads, Mamba2Heads)}

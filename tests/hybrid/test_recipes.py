@@ -46,7 +46,8 @@ def test_every_recipe_runs_backward_generates_saves_and_reloads(name, tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 @torch.no_grad()
 def test_every_recipe_is_the_same_in_pieces_padded_and_packed(name):
-    hybrid, tokens = of_recipe(name), random_tokens(2, 24)
+    """In float64 (but for the base family's norms): the fusion norm magnifies rounding where a head's output is nearly zero."""
+    hybrid, tokens = of_recipe(name).double(), random_tokens(2, 24)
     whole = hybrid(tokens).logits
     for split in (1, 4, 23):
         cache = HybridCache(4)
