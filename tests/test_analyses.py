@@ -15,7 +15,7 @@ sys.path.append(str(FOLDER))  # as for a script: its folder is where ``shared`` 
 
 import shared  # noqa: E402
 
-from analyses import block_vs_head_similarity, head_importance, knockout_curve, kv_budget, selection_rules, stability  # noqa: E402
+from analyses import block_vs_head_similarity, head_importance, knockout_curve, kv_budget, selection_rules, stability, transfer_miniature  # noqa: E402
 from hydralens.comparison import compare  # noqa: E402
 from hydralens.errors import InputError  # noqa: E402
 from hydralens.figures import saving  # noqa: E402
@@ -175,3 +175,35 @@ def test_shared_scores_are_whole_and_of_this_model(planted, folder, tmp_path):
 def test_wrong_input_is_one_line_and_exit_code_2(tmp_path):
     done = subprocess.run([sys.executable, str(FOLDER / "kv_budget.py"), str(tmp_path), "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("kv_budget: ") and done.stderr.count("\n") == 1
+
+
+def test_transfer_in_miniature_runs_arm_by_arm_and_goes_on(planted, tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for index in range(12):
+        (tmp_path / "text" / f"{index}.txt").write_text("the boat and the map went to the old clock near the window . " * (10 + index))
+    small = ["--scores", str(tmp_path / "scores"), "--text", str(tmp_path / "text"), "--pairs", "3", "--lengths", "100", "--prompts", "4", "--device", "cpu"]
+    small += ["--align-tokens", "512", "--distil-tokens", "512", "--finetune-tokens", "256", "--length", "32", "--long", "64", "--align-rows", "4"]
+    small += ["--distil-rows", "4", "--finetune-rows", "2", "--synthetic", "0", "--held-out", "0.3", "--warmup", "1", "--seeds", "2"]
+    frame, text = run(transfer_miniature, planted, tmp_path, *small, "--arms", "restriction", "conversion gap")
+    assert set(frame["arm"]) == {"restriction", "conversion gap", "base model"} and list(frame[frame["arm"] == "restriction"]["seed"].unique()) == [0, 1]
+    assert frame.query("arm == 'base model' and task == 'niah_single_2'")["accuracy"].iloc[0] >= 0.5
+    masks = {path.parent.name: path.read_text() for path in tmp_path.glob("transfer/arms/*/head_mask.json")}
+    assert '"global"' in masks["restriction-0"] and len(masks) == 3
+    assert "| **restriction** | 2 |" in text and "p = " in text
+    monkeypatch.setattr(transfer_miniature, "transfer", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(transfer_miniature, "bank_of", lambda *_: tmp_path / "transfer" / "banks" / "default" / "align")
+    again, _ = run(transfer_miniature, planted, tmp_path, *small, "--arms", "restriction")
+    pd.testing.assert_frame_equal(again, frame)
+
+
+def test_the_sign_test_of_the_miniature_pairs_questions():
+    """Of 8 questions the default alone answers 5, the other alone none, and on the rest the two agree."""
+    default = np.array([[True] * 6 + [False] * 2] * 2)
+    other = np.array([[True] + [False] * 7] * 3)
+    gap, p = transfer_miniature.paired(default, other)
+    assert gap == pytest.approx(5 / 8) and p == pytest.approx(2 / 2**5)
+
+
+def test_every_arm_names_a_rule_and_scores():
+    assert {arm.rule for arm in transfer_miniature.ARMS.values()} <= set(RULES)
+    assert {arm.heads for arm in transfer_miniature.ARMS.values()} == {*transfer_miniature.METHODS, "gap", "restriction x gap", None}

@@ -22,6 +22,7 @@ from hydralens.transfer.rows import Batch, Rows
 from hydralens.transfer.teacher import teach
 
 MEASURED = 16  # rows, at most, on which the teacher's size and the heads' errors are measured
+SILENT = 1e-9  # of the largest size: what writes less is taken to write that much, so that errors relative to it are finite
 WHOLE = ("q_norm", "k_norm", "down_proj")  # parameters of a branch that its heads share
 
 
@@ -85,7 +86,8 @@ class Aligners(nn.Module):
             sizes.append(own / batch.tokens.shape[1])
 
         teach(teacher, batch, visit)
-        return torch.stack(sizes)
+        found = torch.stack(sizes)
+        return found.clamp(min=SILENT * float(found.max()))
 
     def errors(self, teacher: LensModel, batch: Batch, scale: Float[Tensor, "layer"] | None) -> Float[Tensor, "hybrid layer item"]:
         """Squared errors summed over tokens; with ``scale``, each layer's sum times its scale is propagated back at once."""
