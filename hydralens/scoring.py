@@ -28,6 +28,7 @@ from hydralens.patching.metric import DECAY
 from hydralens.patching.path import path_patch
 from hydralens.patching.restriction import SINKS, WINDOW, restriction_effects
 from hydralens.probes.base import Probe
+from hydralens.ranks import share, wait_for_all
 from hydralens.scores import THRESHOLD, HeadScores, all_probes, by_label, combine, describe, paper_score
 
 FLOOR = 0.5  # logits (nats for restriction) by which clean must exceed corrupt before a pair's effects mean anything
@@ -63,7 +64,8 @@ def score_heads(
             Default: ``pairs_at_most`` for ``paper``, none otherwise.
         required: capabilities of which at least one probe must be used; default: all that are asked.
         pairs_at_most: pairs of each probe, the first ones that count, on which what a method measures itself is measured.
-        shards: a folder for the effects of each finished probe, so that a killed run goes on where it stopped.
+        shards: a folder for the effects of each finished pair, so that a killed run goes on where it stopped. Within ``hydralens.ranks.all_ranks``, as
+            ``torchrun`` starts it, every rank measures its share of the pairs there.
 
     Raises:
         InputError: an unknown method, no probes, or two with one label.
@@ -74,9 +76,13 @@ def score_heads(
     shards = None if shards is None else Path(shards)
     receivers: dict[str, dict[str, HeadEffects]] = {}
     used, solved = [], []
-    for label, probe in tqdm(labelled.items(), desc="scoring heads", disable=not verbose):
+
+    def direct(probe: Probe) -> HeadEffects:
         # Which pairs count is decided here, so activation_patch drops none.
-        effect = _sharded(model, probe, f"direct {floor}", shards, lambda probe: _counted(activation_patch(model, probe, min_span=0), floor))
+        return _counted(activation_patch(model, probe, min_span=0), floor)
+
+    effects = _effects(model, list(labelled.values()), f"direct {floor}", shards, direct, "scoring heads", verbose)
+    for (label, probe), effect in zip(labelled.items(), effects, strict=True):
         enough = effect.n_pairs >= max(1, MIN_SOLVED * probe.n_pairs)
         about = {"probe": probe.name, "corruption": probe.corruption, "capability": probe.capability}
         solved.append(about | {"n_pairs": probe.n_pairs, "n_solved": effect.n_pairs, "used": enough})
@@ -119,13 +125,15 @@ def _senders(
     for capability, effects in receivers.items():
         strength = torch.stack([effect.values for effect in effects.values()]).mean(0)
         through = [(int(layer), int(head)) for layer, head in (strength >= THRESHOLD).nonzero() if layer > 0]
-        for label in tqdm(effects if through else (), desc=f"senders, {capability}", disable=not verbose):
-            probe = labelled[label].select(effects[label].kept.nonzero()[:n_pairs, 0])
+        if not through:
+            continue
 
-            def patch(probe: Probe, through: list[tuple[int, int]] = through) -> HeadEffects:
-                return _counted(path_patch(model, probe, through, "q", min_span=0), floor)
+        def patch(probe: Probe, through: list[tuple[int, int]] = through) -> HeadEffects:
+            return _counted(path_patch(model, probe, through, "q", min_span=0), floor)
 
-            senders.setdefault(capability, {})[label] = _sharded(model, probe, f"sender {floor} {through}", shards, patch)
+        probes = [labelled[label].select(effect.kept.nonzero()[:n_pairs, 0]) for label, effect in effects.items()]
+        found = _effects(model, probes, f"sender {floor} {through}", shards, patch, f"senders, {capability}", verbose)
+        senders[capability] = dict(zip(effects, found, strict=True))
     return senders
 
 
@@ -136,15 +144,15 @@ def _measured(
     measured: dict[str, dict[str, HeadEffects]] = {}
     used = []
     window = max(1, min(WINDOW, max(probe.n_tokens for probe in probes) // 4))
-    for probe in tqdm(probes, desc=method, disable=not verbose):
+
+    def measure(probe: Probe) -> HeadEffects:
         if method == "restriction":
-            effect = _sharded(
-                model, probe, f"restriction {window}", shards, lambda probe: _counted(restriction_effects(model, probe, window=window, min_span=FLOOR), FLOOR)
-            )
-            how = ("restriction", f"log-probability, {effect.positions}")
-        else:
-            effect = _sharded(model, probe, method, shards, lambda probe: PER_PROBE[method](model, probe))
-            how = (effect.direction, method)
+            return _counted(restriction_effects(model, probe, window=window, min_span=FLOOR), FLOOR)
+        return PER_PROBE[method](model, probe)
+
+    settings = f"restriction {window}" if method == "restriction" else method
+    for probe, effect in zip(probes, _effects(model, probes, settings, shards, measure, method, verbose), strict=True):
+        how = ("restriction", f"log-probability, {effect.positions}") if method == "restriction" else (effect.direction, method)
         if effect.n_pairs >= max(1, least):
             measured.setdefault(probe.capability, {})[probe.label] = effect
             used.append(describe(probe, effect.n_pairs, *how))
@@ -182,10 +190,25 @@ def _one_per_name(probes: Sequence[Probe]) -> list[Probe]:
     return [best[name] for name in dict.fromkeys(probe.name for probe in probes)]
 
 
-def _sharded(model: LensModel, probe: Probe, settings: str, shards: Path | None, measure: Callable[[Probe], HeadEffects]) -> HeadEffects:
-    """``measure(probe)``, read from the shard of the same model, tokens and settings where there is one."""
+def _effects(
+    model: LensModel, probes: Sequence[Probe], settings: str, shards: Path | None, measure: Callable[[Probe], HeadEffects], doing: str, verbose: bool
+) -> list[HeadEffects]:
+    """``measure(probe)`` of every probe; with shards pair by pair, each rank its share of the pairs, and then all ranks read all.
+
+    Pairs do not know of each other, so that the result is the same to the bit.
+    """
     if shards is None:
-        return measure(probe)
+        return [measure(probe) for probe in tqdm(probes, desc=doing, disable=not verbose)]
+    cells = [[probe.select([pair]) for pair in range(probe.n_pairs)] for probe in probes]
+    rank, world = share()
+    for cell in tqdm([cell for own in cells for cell in own][rank::world], desc=doing, disable=not verbose or rank > 0):
+        _sharded(model, cell, settings, shards, measure)
+    wait_for_all()
+    return [HeadEffects.join([_sharded(model, cell, settings, shards, measure) for cell in own]) for own in cells]
+
+
+def _sharded(model: LensModel, probe: Probe, settings: str, shards: Path, measure: Callable[[Probe], HeadEffects]) -> HeadEffects:
+    """``measure(probe)``, read from the shard of the same model, tokens and settings where there is one."""
     path = shards / f"{_key(model, probe, settings)}.safetensors"
     if path.exists():
         with suppress(SafetensorError), safe_open(path, "pt") as file:  # a damaged shard is measured again

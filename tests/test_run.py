@@ -210,7 +210,7 @@ def test_a_run_that_was_killed_and_went_on_gives_the_same_mask_to_the_byte(finis
         run(model, tmp_path, **SMALL)
     assert {path.parent.name for path in tmp_path.rglob("*.*")} == {"shards"} and len(files_in(tmp_path)) == 14
     run(model, tmp_path, **SMALL)
-    assert len(measured) == 15 + 30 - 14 and not (tmp_path / "shards").exists()
+    assert len(measured) == 15 + 30 * 2 - 14 and not (tmp_path / "shards").exists()
     for name in ("head_mask.json", "head_scores.csv", "scores.json", "knockout.csv", "preview.csv", "layer_similarity.csv", "head_similarity.csv"):
         assert (tmp_path / name).read_bytes() == (finished[0] / name).read_bytes(), name
 

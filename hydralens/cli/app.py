@@ -1,12 +1,13 @@
 """The verbs. Each parses its arguments, makes one call and prints what came of it; heavy modules are imported when a verb runs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hydralens.cli import mask
-from hydralens.errors import check_word
+from hydralens.errors import InputError, check_word
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -106,11 +107,12 @@ def score(
     dtype: Dtype = None,
     quiet: Quiet = False,
 ) -> None:
-    """Measure every head's effect on the probes and write head_scores.csv."""
+    """Measure every head's effect on the probes and write head_scores.csv. On many GPUs: torchrun --nproc-per-node N -m hydralens.score ..."""
     from shutil import rmtree
 
     from hydralens import probes as p
     from hydralens.models.loading import load_model
+    from hydralens.ranks import launched, wait_for_all
     from hydralens.run import check_writable
     from hydralens.scoring import METHODS, score_heads
 
@@ -120,11 +122,15 @@ def score(
         check_word("capability", name, tuple(makers))
     check_word("method", method, METHODS)
     check_writable(out)
-    opened = load_model(model, device=device, dtype=dtype)
-    if not resume:
-        rmtree(out / "shards", ignore_errors=True)
-    probes = [probe for name in wanted for probe in makers[name](opened)]
-    scores = score_heads(opened, probes, method=method, required=wanted[:1], shards=out / "shards", verbose=not quiet)
+    with launched(device) as (first, own_device):
+        opened = load_model(model, device=own_device, dtype=dtype)
+        if first and not resume:
+            rmtree(out / "shards", ignore_errors=True)
+        wait_for_all()
+        probes = [probe for name in wanted for probe in makers[name](opened)]
+        scores = score_heads(opened, probes, method=method, required=wanted[:1], shards=out / "shards", verbose=not quiet)
+    if not first:
+        return
     scores.save(out)
     rmtree(out / "shards", ignore_errors=True)
     if not quiet:
@@ -229,7 +235,7 @@ def transfer(
 
 TASKS_HELP = (
     "Comma-separated: niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery; a reasoning task (variable_tracking, ioi, ...); "
-    "perplexity (needs --text); speed."
+    "perplexity; speed."
 )
 
 
@@ -240,30 +246,34 @@ def evaluate(
     against: Annotated[str | None, typer.Option("--against", help="The model to compare with, such as the base model.", show_default=False)] = None,
     tasks: Annotated[str, typer.Option("--tasks", help=TASKS_HELP)] = "niah_single_1,niah_single_2,niah_multikey_1",
     lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated: tokens of the prompts.")] = "512,1024",
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of a task and length, spread over five depths.")] = 50,
-    text: Annotated[Path | None, typer.Option("--text", help="File or folder for perplexity.", show_default=False)] = None,
+    depths: Annotated[str, typer.Option("--depths", help="Comma-separated: where the needle lies, 0 to 1.")] = "0,0.25,0.5,0.75,1",
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of a task and length, spread over the depths.")] = 50,
+    text: Annotated[Path | None, typer.Option("--text", help="File or folder for perplexity; made prose without.", show_default=False)] = None,
     seed: Seed = 0,
     device: Device = None,
     dtype: Dtype = None,
     quiet: Quiet = False,
 ) -> None:
     """Ask a model, and the one to compare with, the same; called again, it goes on where it stopped."""
-    from hydralens.errors import InputError
     from hydralens.evaluate import evaluate as run_evaluation
     from hydralens.models.loading import load_model
     from hydralens.report.evaluation import side_by_side
     from hydralens.run import check_writable
 
-    try:
-        tokens = [int(length) for length in lengths.split(",")]
-    except ValueError:
-        raise InputError(f"--lengths {lengths!r} are not numbers with commas between them, such as 512,1024") from None
+    tokens, shares = _numbers("--lengths", lengths, int, "512,1024"), _numbers("--depths", depths, float, "0,0.5,1")
     check_writable(out)
     opened = [load_model(source, device=device, dtype=dtype) for source in (against, model) if source is not None]
     models = {own.info.id: own for own in opened}
-    asked = {"tasks": tasks.split(","), "lengths": tokens, "n_prompts": prompts, "text": text, "seed": seed}
+    asked = {"tasks": [task.strip() for task in tasks.split(",")], "lengths": tokens, "depths": shares, "n_prompts": prompts, "text": text, "seed": seed}
     tables = run_evaluation(models, out, **asked, verbose=not quiet)
     if not quiet:
         for name, values in side_by_side(tables, list(models)):
             typer.echo(f"{name:45s} {'   '.join(values)}")
         typer.echo(out / "evaluation.html")
+
+
+def _numbers(option: str, given: str, kind: Callable[[str], float], example: str) -> list[float]:
+    try:
+        return [kind(number) for number in given.split(",")]
+    except ValueError:
+        raise InputError(f"{option} {given!r} are not numbers with commas between them, such as {example}") from None

@@ -9,13 +9,15 @@ from hydralens.models.lens import LensModel
 from hydralens.probes.base import Probe
 
 BATCH_TOKENS = {"cuda": 2**17, "cpu": 2**12}
+ROWS = 64  # at most in a batch: short prompts would make more logits than long ones
 
 
 @torch.no_grad()
 def answered(model: LensModel, probe: Probe, *, batch_tokens: int | None = None, verbose: bool = False) -> Bool[Tensor, "pair"]:
     """Which clean prompts are answered to the last token, as greedy decoding would, in one forward a batch.
 
-    Prompts end with their answers, so that they are aligned at the end, and logits are made of the last positions only.
+    Prompts of a batch are alike in length and padded behind their end, where a causal model does not look: that needs no mask, which would be of
+    tokens x tokens, and moves no position. Logits are made of the last positions only.
 
     Args:
         batch_tokens: tokens run at once.
@@ -26,8 +28,8 @@ def answered(model: LensModel, probe: Probe, *, batch_tokens: int | None = None,
     right = torch.zeros(len(rows), dtype=torch.bool)
     done = tqdm(total=len(rows), desc=probe.label, disable=not verbose, leave=False)
     while order:
-        longest = len(rows[order[-1]][0])
-        batch, order = order[-max(1, most // longest) :], order[: -max(1, most // longest)]
+        n_rows = min(ROWS, max(1, most // len(rows[order[-1]][0])))
+        batch, order = order[-n_rows:], order[:-n_rows]
         right[batch] = _judged(model, [rows[pair] for pair in batch])
         done.update(len(batch))
     done.close()
@@ -42,14 +44,9 @@ def _unpadded(probe: Probe, pair: int) -> tuple[Int[Tensor, "pos"], Int[Tensor, 
 
 
 def _judged(model: LensModel, rows: list[tuple[Tensor, Tensor]]) -> Bool[Tensor, "row"]:
-    longest, n_answer = max(len(tokens) for tokens, _ in rows), max(len(answer) for _, answer in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    answers = torch.full((len(rows), n_answer), -1)
-    for row, (tokens, answer) in enumerate(rows):
-        ids[row, longest - len(tokens) :] = tokens
-        mask[row, longest - len(tokens) :] = 1
-        answers[row, n_answer - len(answer) :] = answer
-    padded = {} if mask.all() else {"attention_mask": mask.to(model.device), "position_ids": (mask.cumsum(1) - 1).clamp(min=0).to(model.device)}
-    choices = model.hf(input_ids=ids.to(model.device), logits_to_keep=n_answer, use_cache=False, **padded).logits.argmax(-1).cpu()
-    return ((choices == answers) | (answers < 0)).all(1)
+    longest = max(len(tokens) for tokens, _ in rows)
+    ids = torch.stack([torch.nn.functional.pad(tokens, (0, longest - len(tokens))) for tokens, _ in rows])
+    first_read = min(len(tokens) - len(answer) for tokens, answer in rows)
+    choices = model.hf(input_ids=ids.to(model.device), logits_to_keep=longest - first_read, use_cache=False).logits.argmax(-1).cpu()
+    ends = [len(tokens) - first_read for tokens, _ in rows]
+    return torch.tensor([torch.equal(own[end - len(answer) : end], answer) for own, end, (_, answer) in zip(choices, ends, rows, strict=True)])

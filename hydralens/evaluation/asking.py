@@ -7,34 +7,49 @@ from scipy.stats import binomtest
 
 from hydralens.evaluation.answers import answered
 from hydralens.models.lens import LensModel
+from hydralens.probes.base import Probe
 from hydralens.probes.needles import niah
 from hydralens.probes.tasks import reasoning
 
 SEED = 555_000  # added to the seed: no prompt of the scoring is asked again
 
 
+def retrieval_prompts(model: LensModel, task: str, length: int, *, depths: Sequence[float], n_prompts: int, seed: int = 0) -> dict[float, Probe]:
+    """The prompts of one of RULER's needle tasks at one length, depth by depth: an even share each, the first depths one more where it does not come out.
+
+    Args:
+        model: gives the tokenizer.
+        task: a key of ``hydralens.probes.needles.SHAPES``.
+        length: tokens of a prompt with its answer.
+        depths: where the needle lies, 0 to 1.
+        n_prompts: of all depths together.
+
+    Raises:
+        InputError: an unknown task, a depth outside 0..1, or no room for needle and question.
+    """
+    each, more = divmod(n_prompts, len(depths))
+    return {
+        depth: niah(model, task, "value", each + (index < more), length, seed + SEED + index, depth=depth)
+        for index, depth in enumerate(depths)
+        if each + (index < more)
+    }
+
+
 def ask_retrieval(
     model: LensModel, task: str, length: int, *, depths: Sequence[float], n_prompts: int, seed: int = 0, batch_tokens: int | None = None, verbose: bool = False
 ) -> pd.DataFrame:
-    """One of RULER's needle tasks at one length.
-
-    Args:
-        task: a key of ``hydralens.probes.needles.SHAPES``.
-        length: tokens of the prompt with its answer.
-        depths: where the needle lies, 0 to 1; each has its share of the ``n_prompts`` prompts.
+    """One of RULER's needle tasks at one length; see ``retrieval_prompts`` for the arguments.
 
     Returns:
         One row a depth: columns task, length, depth, n, accuracy, ci_low, ci_high (Wilson, 95 %).
 
     Raises:
-        InputError: an unknown task, or no room for needle and question.
+        InputError: as ``retrieval_prompts``.
     """
-    each = max(1, n_prompts // len(depths))
     rows = []
-    for index, depth in enumerate(depths):
-        probe = niah(model, task, "value", each, length, seed + SEED + index, depth=depth)
+    for depth, probe in retrieval_prompts(model, task, length, depths=depths, n_prompts=n_prompts, seed=seed).items():
         right = answered(model, probe, batch_tokens=batch_tokens, verbose=verbose)
-        rows.append({"task": task, "length": length, "depth": depth} | share(int(right.sum()), each))
+        rows.append({"task": task, "length": length, "depth": depth} | share(int(right.sum()), len(right)))
     return pd.DataFrame(rows)
 
 
@@ -46,7 +61,7 @@ def ask_reasoning(model: LensModel, task: str, *, n_prompts: int, seed: int = 0,
     """
     (probe,) = reasoning(model, n_prompts, seed + SEED, tasks=[task])
     right = answered(model, probe, batch_tokens=batch_tokens, verbose=verbose)
-    return pd.DataFrame([{"task": task, "length": int(probe.attention_mask.sum(1).max()), "depth": float("nan")} | share(int(right.sum()), n_prompts)])
+    return pd.DataFrame([{"task": task, "length": probe.n_tokens, "depth": float("nan")} | share(int(right.sum()), n_prompts)])
 
 
 def share(right: int, n: int) -> dict[str, float]:

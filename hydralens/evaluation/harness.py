@@ -1,6 +1,7 @@
 """lm-evaluation-harness on a model that is already open, base or hybrid."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from hydralens.errors import InputError
@@ -22,7 +23,8 @@ def harness(model: LensModel, tasks: Sequence[str], **options: Any) -> dict[str,
         from lm_eval.models.huggingface import HFLM
     except ImportError:
         raise InputError("this needs lm-evaluation-harness: pip install 'hydralens[eval]'") from None
-    wrapped = HFLM(pretrained=model.hf, tokenizer=model.tokenizer, batch_size=options.pop("batch_size", 1))
+    # A copy, because it is given a padding token.
+    wrapped = HFLM(pretrained=model.hf, tokenizer=deepcopy(model.tokenizer), batch_size=options.pop("batch_size", 1))
     try:
         return simple_evaluate(model=wrapped, tasks=list(tasks), **options)["results"]
     except (KeyError, ValueError) as error:

@@ -1,6 +1,9 @@
 """How surprised a model is by a text, by position: a model that uses its context is less surprised later on."""
 
 from collections.abc import Sequence
+from itertools import islice
+from random import Random
+from typing import Any
 
 import pandas as pd
 import torch
@@ -11,9 +14,23 @@ from tqdm.auto import tqdm
 from hydralens.errors import InputError
 from hydralens.models.forward import trace
 from hydralens.models.lens import LensModel
+from hydralens.probes.build import encode
+from hydralens.probes.text import prose
 from hydralens.statistics import clustered_bootstrap
 
 CHUNK = 1024  # tokens whose logits are held at a time
+
+
+def made_documents(tokenizer: Any, n_documents: int, length: int, seed: int = 0) -> list[Int[Tensor, "pos"]]:
+    """Documents of ``length`` tokens in the prose of the haystacks: simple sentences from templates, the same wherever they are made."""
+    documents = []
+    for index in range(n_documents):
+        sentences, text, ids = prose(Random(f"{seed}/perplexity/{index}")), [], []
+        while len(ids) < length:
+            text += islice(sentences, 1 + length // 8)
+            ids = encode(tokenizer, " ".join(text)).ids
+        documents.append(torch.tensor(ids[:length]))
+    return documents
 
 
 def perplexity(model: LensModel, documents: Sequence[Int[Tensor, "pos"]], length: int, *, verbose: bool = False) -> pd.DataFrame:

@@ -41,6 +41,7 @@ def depth_heatmap(frame: pd.DataFrame) -> go.Figure:
                 hovertemplate=f"{model}, {task}<br>%{{x}} tokens, needle at %{{y}}: %{{z:.0%}} "
                 "[%{customdata[0]:.0%}, %{customdata[1]:.0%}] of %{customdata[2]:d}<extra></extra>",
                 texttemplate="%{z:.0%}",
+                textfont={"color": "#1f2430"},
                 coloraxis="coloraxis",
                 xgap=1,
                 ygap=1,
@@ -48,7 +49,7 @@ def depth_heatmap(frame: pd.DataFrame) -> go.Figure:
             row=row,
             col=column,
         )
-    fig.update_layout(coloraxis={"colorscale": "Viridis", "cmin": 0, "cmax": 1, "colorbar": colorbar("accuracy")})
+    fig.update_layout(coloraxis={"colorscale": [[0, "#f1ede8"], [1, BLUE]], "cmin": 0, "cmax": 1, "colorbar": colorbar("accuracy")})
     fig.update_xaxes(type="category", showgrid=False, ticks="")
     fig.update_xaxes(title="tokens", row=len(models))
     fig.update_yaxes(type="category", autorange="reversed", showgrid=False, ticks="")
@@ -90,7 +91,7 @@ def perplexity_curve(frame: pd.DataFrame) -> go.Figure:
                 hovertemplate=f"{model}, positions %{{customdata}}: %{{y:.3f}} nats<extra></extra>",
             )
         )
-    fig.update_xaxes(type="log", title="position", showgrid=False)
+    fig.update_xaxes(type="log", title="positions", showgrid=False, tickvals=at, ticktext=names)
     fig.update_yaxes(title="nats a token")
     fig.update_layout(legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0})
     last = frame.groupby("model", sort=False).last()

@@ -4,6 +4,7 @@ x -> branches (full heads | Gated DeltaNet heads) -> RMSNorm and gamma per head,
 """
 
 import importlib
+import json
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -246,6 +247,11 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
         self.model = HydraHeadModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @property
+    def lens_choices(self) -> str:
+        """What hybrids of the same weights differ by."""
+        return json.dumps({name: getattr(self.config, name) for name in ("kinds", *HydraHeadConfig.__init__.__kwdefaults__)}, sort_keys=True)
 
     def lens_anatomy(self) -> Anatomy:
         """Where the patching engine finds everything; ``load_model`` asks."""

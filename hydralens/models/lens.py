@@ -142,9 +142,9 @@ def _check_forward(hf: PreTrainedModel, anatomy: Anatomy) -> None:
 def fingerprint(hf: PreTrainedModel) -> str:
     """Digest of the weights: every parameter's name and shape and up to 4,096 evenly spaced values, rounded to bfloat16.
 
-    The rounding makes a checkpoint opened in float32 and in bfloat16 the same model.
+    The rounding makes a checkpoint opened in float32 and in bfloat16 the same model. Of a hybrid its choices belong to it: window, positions, scale.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(getattr(hf, "lens_choices", "").encode())
     for name, parameter in sorted(hf.named_parameters()):
         values = parameter.detach().flatten()
         sample = values[:: max(1, values.numel() // 4096)][:4096].to("cpu", torch.bfloat16)

@@ -1,5 +1,6 @@
 """What an intervention did, head by head and pair by pair, with its uncertainty."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,6 +107,13 @@ class HeadEffects:
         rows = ("per_pair", "clean_metric", "corrupt_metric", "kept", "answered")
         estimate = None if self.estimate is None else self.estimate[pairs]
         return replace(self, **{row: getattr(self, row)[pairs] for row in rows}, estimate=estimate)
+
+    @staticmethod
+    def join(parts: Sequence["HeadEffects"]) -> "HeadEffects":
+        """What ``select`` takes apart: the same experiment's effects on other pairs, one after the other."""
+        rows = ("per_pair", "clean_metric", "corrupt_metric", "kept", "answered")
+        estimate = None if parts[0].estimate is None else torch.cat([part.estimate for part in parts])
+        return replace(parts[0], **{row: torch.cat([getattr(part, row) for part in parts]) for row in rows}, estimate=estimate)
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, str | int | None]]:
         """Tensors and plain fields apart, as files hold them; ``HeadEffects(**tensors, **fields)`` joins them again."""

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from hydralens.evaluation.asking import share
 from hydralens.files import write_text
 from hydralens.report.page import HERE, embed, flat
 
@@ -29,7 +30,7 @@ def write_evaluation(path: str | Path, tables: Mapping[str, pd.DataFrame], figur
         sentence=sentence(tables, models),
         rows=side_by_side(tables, models),
         figures=[embed(name, fig) for name, fig in figures.items()],
-        settings=list(flat({name: value for name, value in settings.items() if name != "models"})),
+        settings=list(flat({name: value for name, value in settings.items() if name not in ("models", "cells")})),
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
         plotly=Markup(get_plotlyjs()),
     )
@@ -52,7 +53,7 @@ def side_by_side(tables: Mapping[str, pd.DataFrame], models: list[str]) -> list[
         frame = tables["evaluation"].assign(right=lambda frame: (frame["accuracy"] * frame["n"]).round())
         for (task, length), own in frame.groupby(["task", "length"], sort=False):
             sums = own.groupby("model", sort=False)[["right", "n"]].sum().reindex(models)
-            rows.append((f"{task}, {length} tokens", [f"{row.right:.0f} of {row.n:.0f} ({row.right / row.n:.0%})" for row in sums.itertuples()]))
+            rows.append((f"{task}, {length} tokens", [_share(int(row.right), int(row.n)) for row in sums.itertuples()]))
     if "perplexity" in tables:
         for (start, stop), own in tables["perplexity"].groupby(["position_from", "position_to"], sort=False):
             by = own.groupby("model").mean(numeric_only=True).reindex(models)
@@ -64,6 +65,12 @@ def side_by_side(tables: Mapping[str, pd.DataFrame], models: list[str]) -> list[
             rows.append((f"tokens/s after {length} tokens", [f"{value:,.1f}" for value in by["decode_tokens_per_s"]]))
             rows.append((f"cache of {length} tokens, MiB", [f"{value / 2**20:.1f}" for value in by["cache_bytes"]]))
     return rows
+
+
+def _share(right: int, n: int) -> str:
+    """With the interval of all depths together."""
+    found = share(right, n)
+    return f"{right} of {n}, {found['accuracy']:.0%} [{found['ci_low']:.0%}, {found['ci_high']:.0%}]"
 
 
 def _nll(row: Any) -> str:

@@ -16,8 +16,8 @@ from hydralens.errors import InputError
 from hydralens.hybrid.branches import Branch, Tokens
 from hydralens.hybrid.modeling import HybridAttention, HydraHeadForCausalLM
 from hydralens.models.lens import LensModel
+from hydralens.ranks import Ranks
 from hydralens.transfer.config import AlignPart
-from hydralens.transfer.ranks import Ranks
 from hydralens.transfer.rows import Batch, Rows
 from hydralens.transfer.teacher import teach
 

@@ -7,9 +7,9 @@ from torch.distributed.fsdp import fully_shard
 
 from hydralens.hybrid.modeling import HydraHeadForCausalLM
 from hydralens.models.lens import LensModel
+from hydralens.ranks import Ranks
 from hydralens.transfer.config import LearnPart
 from hydralens.transfer.losses import distillation_loss, next_token_loss
-from hydralens.transfer.ranks import Ranks
 from hydralens.transfer.rows import Batch
 from hydralens.transfer.teacher import teach
 

@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 
 from hydralens.errors import InputError
 from hydralens.files import read_json, write_json, write_text
+from hydralens.ranks import Ranks
 from hydralens.transfer.config import Stage
-from hydralens.transfer.ranks import Ranks
 from hydralens.transfer.rows import Batch, Rows
 
 KEPT = 2  # checkpoints

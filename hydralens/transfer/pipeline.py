@@ -16,12 +16,12 @@ from hydralens.head_mask import HeadMask
 from hydralens.hybrid import HydraHeadForCausalLM, build_hybrid
 from hydralens.models.lens import LensModel
 from hydralens.models.loading import load_model
+from hydralens.ranks import Ranks, all_ranks
 from hydralens.transfer import corpus as corpora
 from hydralens.transfer.align import Aligners, aligned, every_head, head_errors, pick
 from hydralens.transfer.config import AlignPart, LearnPart, Stage, TransferConfig
 from hydralens.transfer.learn import Learner, held_out_losses, learned
 from hydralens.transfer.loop import drop_checkpoints, train
-from hydralens.transfer.ranks import Ranks, all_ranks
 from hydralens.transfer.rows import Rows
 
 HELD_OUT_ROWS = 16  # at most

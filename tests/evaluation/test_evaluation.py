@@ -11,13 +11,20 @@ import torch
 import hydralens as hl
 from hydralens.errors import InputError
 from hydralens.evaluate import TASKS, evaluate
-from hydralens.evaluation import answered, ask_reasoning, ask_retrieval, harness, perplexity, speed
+from hydralens.evaluation import answered, ask_reasoning, ask_retrieval, harness, made_documents, perplexity, speed
 from hydralens.evaluation.perplexity import token_losses
+from hydralens.figures import saving
 from hydralens.models.lens import LensModel, wrap_model
 from hydralens.probes import solve
-from tests.hybrid.examples import mask_of
+from tests.hybrid.examples import TEACHER, mask_of, tiny_hybrid
 from tests.planted import RETRIEVER, planted_hf, planted_model, word_tokenizer
-from tests.tiny import tiny_hf
+from tests.tiny import FAMILIES, tiny_hf
+
+
+@pytest.fixture(autouse=True)
+def no_images(monkeypatch):
+    """A browser for every table would take most of the time."""
+    monkeypatch.setattr(saving, "BROWSERS", ())
 
 
 def broken_model() -> LensModel:
@@ -38,9 +45,14 @@ def test_batches_judge_as_one_prompt_at_a_time_does(batch_tokens):
     assert torch.equal(answered(model, probe, batch_tokens=batch_tokens), slow) and slow.any()
 
 
-def test_padding_changes_no_judgement():
+def tiny_lens(kind: str) -> LensModel:
+    return wrap_model(tiny_hybrid()[0] if kind == "hybrid" else tiny_hf(kind))
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "hybrid"])
+def test_padding_changes_no_judgement(kind):
     """A random model, so that some prompts are right by chance: tokens whose answer is what it says anyway."""
-    lens = wrap_model(tiny_hf("qwen3"))
+    lens = tiny_lens(kind)
     generator = torch.Generator().manual_seed(0)
     probes = hl.probes
     lengths = [5, 9, 17, 6]
@@ -54,6 +66,17 @@ def test_padding_changes_no_judgement():
     answer = torch.tensor(answers)[:, None] % 97
     probe = probes.Probe("chance", "retrieval", "value", 0, clean, clean, mask, answer, (answer + 1) % 97, read, torch.tensor([[1, 2]] * 4))
     assert answered(lens, probe).tolist() == [True, False, True, False]
+
+
+def test_a_batch_of_prompts_needs_no_mask(monkeypatch):
+    """Prompts of unlike length side by side: a mask would be of tokens x tokens."""
+    model, seen = planted_model(), []
+    forward = model.hf.forward
+    monkeypatch.setattr(model.hf, "forward", lambda **given: seen.append(given) or forward(**given))
+    probe = hl.probes.niah(model, "niah_multikey_2", n_pairs=6, n_tokens=150)
+    assert len(set(probe.attention_mask.sum(1).tolist())) > 1
+    answered(model, probe)
+    assert len(seen) == 1 and seen[0].keys() == {"input_ids", "logits_to_keep", "use_cache"} and seen[0]["logits_to_keep"] < 40
 
 
 def test_retrieval_by_depth(tmp_path):
@@ -112,6 +135,7 @@ def test_two_models_side_by_side_and_again_from_the_cells(tmp_path, monkeypatch)
     assert "niah_single_2, 100 tokens" in page and "broken answers" in page and 'src="http' not in page
     about = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert list(about["models"]) == ["planted", "broken"] and about["versions"]["torch"]
+    assert len(about["cells"]) == 8 and about["seconds"] == pytest.approx(sum(cell["seconds"] for cell in about["cells"]), abs=0.1)
     assert {path.name for path in (tmp_path / "out" / "figures").glob("*.html")} == {"depth_heatmap.html", "perplexity.html"}
 
     def never(*_, **__):
@@ -134,13 +158,68 @@ def test_two_models_side_by_side_and_again_from_the_cells(tmp_path, monkeypatch)
         ({"tasks": ["magic"]}, "task 'magic' is unknown; choose from niah_single_1"),
         ({"tasks": []}, "no task"),
         ({"lengths": []}, "lengths are"),
-        ({"tasks": ["perplexity"]}, "perplexity needs a text"),
-        ({"lengths": [20]}, "has no room for needle and question"),
+        ({"depths": []}, "depths are empty"),
+        ({"depths": [1.5]}, "depth=1.5 is not in 0..1"),
+        ({"n_prompts": 0}, "n_prompts is 0; it must be at least 1"),
     ],
 )
 def test_wrong_questions_are_named(asked, said, tmp_path):
     with pytest.raises(InputError, match=said):
         evaluate({"planted": planted_model()}, tmp_path, **asked)
+
+
+def test_what_cannot_be_asked_is_refused_before_anything_is_asked(tmp_path):
+    (tmp_path / "short.txt").write_text("the boat and the map")
+    for asked, said in (
+        ({"tasks": ["niah_single_2", "niah_multivalue"], "lengths": [300, 20]}, "n_tokens=20 has no room for needle and question of niah_single_2/value"),
+        ({"tasks": ["speed", "perplexity"], "text": tmp_path / "short.txt"}, "no document of .*short.txt has 1024 tokens, the longest has 5"),
+    ):
+        with pytest.raises(InputError, match=said):
+            evaluate({"planted": planted_model()}, tmp_path / "out", **asked)
+        assert not (tmp_path / "out").exists()
+
+
+def test_what_is_named_twice_is_asked_once(tmp_path):
+    found = evaluate({"planted": planted_model()}, tmp_path, tasks=["niah_single_2", "niah_single_2"], lengths=[100, 100], depths=(0.5, 0.5), n_prompts=2)
+    assert len(found["evaluation"]) == 1
+
+
+@pytest.mark.parametrize(("n_prompts", "each"), [(7, [3, 2, 2]), (2, [1, 1])])
+def test_prompts_are_as_many_as_asked(n_prompts, each):
+    assert list(ask_retrieval(planted_model(), "niah_single_2", 100, depths=(0, 0.5, 1), n_prompts=n_prompts)["n"]) == each
+
+
+def test_models_of_the_same_weights_are_not_taken_for_each_other(tmp_path):
+    """A hybrid's window, scale and positions are no weights."""
+    tokenizer = word_tokenizer()
+    lens = wrap_model(planted_hf(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))), tokenizer)
+    kept = mask_of(lens, torch.ones(3, 4, dtype=torch.bool))
+    teacher, other = (wrap_model(hl.build_hybrid(lens, kept, **(TEACHER | {"full_rope": rope})), tokenizer) for rope in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(teacher.hf.parameters(), other.hf.parameters(), strict=True))
+    asked = {"tasks": ["niah_single_2"], "lengths": [100], "n_prompts": 5}
+    alone = evaluate({"other": other}, tmp_path / "alone", **asked)["evaluation"]
+    both = evaluate({"teacher": teacher, "other": other}, tmp_path / "both", **asked)["evaluation"]
+    assert both[both["model"] == "teacher"]["accuracy"].mean() > 0.5
+    pd.testing.assert_frame_equal(both[both["model"] == "other"].reset_index(drop=True), alone)
+    assert alone["accuracy"].max() == 0
+
+
+def test_all_models_read_the_tokens_of_the_first(tmp_path, monkeypatch):
+    import hydralens.evaluate as job
+
+    tokenizers = []
+    monkeypatch.setattr(job, "ask_retrieval", lambda model, *rest, **asked: tokenizers.append(model.tokenizer) or ask_retrieval(model, *rest, **asked))
+    models = {"planted": planted_model(), "broken": broken_model()}
+    evaluate(models, tmp_path, tasks=["niah_single_2"], lengths=[100], n_prompts=1)
+    assert len(tokenizers) == 2 and all(own is models["planted"].tokenizer for own in tokenizers)
+
+
+def test_made_prose_is_the_same_wherever_it_is_made():
+    tokenizer = word_tokenizer()
+    documents, again = (made_documents(tokenizer, 3, 200, seed=1) for _ in range(2))
+    assert [len(document) for document in documents] == [200] * 3 and all(map(torch.equal, documents, again))
+    assert not torch.equal(documents[0], documents[1]) and not torch.equal(documents[0], made_documents(tokenizer, 1, 200, seed=2)[0])
+    assert perplexity(planted_model(), documents, 200)["n_documents"].tolist() == [3] * 5
 
 
 def test_models_that_read_differently_are_not_compared(tmp_path):
@@ -152,10 +231,45 @@ def test_models_that_read_differently_are_not_compared(tmp_path):
         evaluate({"planted": planted_model(), "other": other}, tmp_path)
 
 
+def test_learned_positions_end(tmp_path):
+    short = wrap_model(tiny_hf("gpt2"), word_tokenizer())
+    for tasks, length, reach in ((["niah_single_2"], 257, 257), (["speed"], 241, 257)):
+        with pytest.raises(InputError, match=f"short has positions for 256 tokens and would read {reach}; give shorter lengths"):
+            evaluate({"short": short}, tmp_path, tasks=tasks, lengths=[length])
+    assert len(evaluate({"short": short}, tmp_path, tasks=["speed"], lengths=[240])["speed"]) == 1
+
+
 def test_without_lm_eval_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(InputError, match="pip install 'hydralens\\[eval\\]'"):
         harness(planted_model(), ["arc_easy"])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_lm_eval_asks_base_and_hybrid_alike(hybrid, batch_size, tmp_path):
+    tasks = pytest.importorskip("lm_eval.tasks", reason="needs pip install 'hydralens[eval]'")
+    asked = [("boat map clock fence and then boat map", "clock", "letter"), ("the jar bridge inn of it is jar bridge", "inn", "gate")]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"q": q, "right": right, "both": [right, wrong]}) + "\n" for q, right, wrong in asked))
+    own = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "asked.jsonl")}}, "test_split": "test", "doc_to_text": "{{q}}"}
+    choose = {
+        "task": "choose",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{both}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    }
+    say = {"task": "say", "output_type": "generate_until", "doc_to_target": "{{right}}", "metric_list": [{"metric": "exact_match"}]}
+    for task in (choose, say | {"generation_kwargs": {"until": ["."], "max_gen_toks": 1, "do_sample": False}}):
+        (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(own | task))
+    tokenizer = word_tokenizer()
+    tokenizer.eos_token = "<unk>"
+    base = planted_model()
+    hf = hl.build_hybrid(base, mask_of(base, torch.ones(3, 4, dtype=torch.bool)), **TEACHER) if hybrid else base.hf
+    found = harness(
+        wrap_model(hf, tokenizer), ["choose", "say"], task_manager=tasks.TaskManager(include_path=str(tmp_path), include_defaults=False), batch_size=batch_size
+    )
+    assert found["choose"]["acc,none"] == found["say"]["exact_match,none"] == 1 and tokenizer.pad_token is None
 
 
 def test_every_task_can_be_asked():

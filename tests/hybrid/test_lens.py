@@ -114,6 +114,15 @@ def test_similarity_and_what_a_hybrid_cannot_be_asked():
             ask()
 
 
+def test_hybrids_of_the_same_weights_that_differ_in_a_choice_are_two_models(tmp_path):
+    hybrid, lens = tiny_hybrid()
+    own, other = (wrap_model(tiny_hybrid(full_rope=rope)[0]) for rope in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(own.hf.parameters(), other.hf.parameters(), strict=True))
+    hybrid.save_pretrained(tmp_path)
+    assert own.info.fingerprint != other.info.fingerprint and own.info.fingerprint == hl.load_model(tmp_path).info.fingerprint
+    assert own.info.fingerprint == wrap_model(hybrid).info.fingerprint != lens.info.fingerprint
+
+
 @pytest.mark.parametrize("backend", ["transformer_lens", "nnsight"])
 def test_other_libraries_would_patch_another_site(backend):
     hybrid, _ = tiny_hybrid()

@@ -154,9 +154,9 @@ def test_two_processes_and_micro_batches_give_the_curve_of_one(place, tmp_path):
 
 def test_gradients_of_two_halves_add_up_to_the_whole(place):
     """What a rank does with its part: sums over tokens, scaled by the weight of all."""
+    from hydralens.ranks import all_ranks
     from hydralens.transfer.config import DistilPart
     from hydralens.transfer.corpus import from_files
-    from hydralens.transfer.ranks import all_ranks
     from hydralens.transfer.rows import Rows
 
     lens = hl.load_model(place / "base")

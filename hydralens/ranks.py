@@ -53,3 +53,24 @@ def all_ranks(device: str | None = None) -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size(), own, init_device_mesh(kind, (dist.get_world_size(),)))
     finally:
         dist.destroy_process_group()
+
+
+def share() -> tuple[int, int]:
+    """This process's rank and how many there are; 0 of 1 outside ``all_ranks``."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def wait_for_all() -> None:
+    """Until all ranks are here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextmanager
+def launched(device: str | None) -> Iterator[tuple[bool, str | None]]:
+    """``all_ranks`` where ``torchrun`` started this process, nothing otherwise: whether this is the first rank, and its own device."""
+    if "RANK" not in os.environ:
+        yield True, device
+        return
+    with all_ranks(device) as ranks:
+        yield ranks.first, str(ranks.device)
