@@ -152,6 +152,40 @@ def test_two_processes_and_micro_batches_give_the_curve_of_one(place, tmp_path):
                 assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5 if one["step"] == 0 else 1e-3), (name, stage)
 
 
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from hydralens.transfer import loop
+from hydralens.transfer.config import TransferConfig
+from hydralens.transfer.pipeline import transfer
+
+batch, stop = loop.Rows.batch, int(sys.argv[2])
+
+def until_stopped(rows, step, *rest):
+    if step == stop:
+        raise SystemExit(3)
+    return batch(rows, step, *rest)
+
+loop.Rows.batch = until_stopped
+transfer(TransferConfig.model_validate(json.loads(Path(sys.argv[1]).read_text())))
+"""
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_checkpoints_of_some_ranks_resume_on_others(ranks, place, tmp_path):
+    stages = {"distil": DISTIL | {"lr": 1e-4, "final_lr": 1e-5}}
+    transfer(settings(place, tmp_path / "whole", **stages))
+    (tmp_path / "a.py").write_text(PROGRAM)
+    (tmp_path / "a.json").write_text(json.dumps(settings(place, tmp_path / "moved", **stages).model_dump(mode="json", exclude_none=True)))
+    for n, stop, expected in ((ranks[0], 5, False), (ranks[1], 10**9, True)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(tmp_path / "a.py"), str(tmp_path / "a.json")]
+        done = subprocess.run([*command, str(stop)], env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}, capture_output=True, text=True)
+        assert (done.returncode == 0) == expected, done.stderr[-2000:]
+        assert (tmp_path / "moved" / "distil" / "step-3").exists() != expected
+    for whole, moved in zip(log(tmp_path / "whole" / "distil"), log(tmp_path / "moved" / "distil"), strict=True):
+        assert moved["loss"] == pytest.approx(whole["loss"], rel=1e-5) and moved["step"] == whole["step"]
+
+
 def test_gradients_of_two_halves_add_up_to_the_whole(place):
     """What a rank does with its part: sums over tokens, scaled by the weight of all."""
     from hydralens.ranks import all_ranks
