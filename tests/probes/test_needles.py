@@ -111,7 +111,9 @@ def test_a_shape_is_the_same_whatever_else_is_built():
 def test_the_clean_prompts_of_a_seed_do_not_depend_on_the_corruption(shape):
     probes = [niah(model_with("digits"), shape, corruption, 2, 250) for corruption in CORRUPTIONS]
     texts = [text_of(probe, 0) for probe in probes]
-    assert texts[0] == texts[1] and (shape in ("niah_multikey_2", "niah_multikey_3", "kv_recall") or texts[1] == texts[2])  # there, a swap needs a second needle of its own
+    assert texts[0] == texts[1] and (
+        shape in ("niah_multikey_2", "niah_multikey_3", "kv_recall") or texts[1] == texts[2]
+    )  # there, a swap needs a second needle of its own
 
 
 @pytest.mark.parametrize("kind", KINDS)
