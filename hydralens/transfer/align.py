@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from hydralens.errors import InputError
-from hydralens.hybrid.branches import Branch, Tokens
+from hydralens.hybrid.branches import Branch, FullHeads, Tokens
 from hydralens.hybrid.modeling import HybridAttention, HydraHeadForCausalLM
 from hydralens.models.lens import LensModel
 from hydralens.ranks import Ranks
@@ -163,7 +163,7 @@ def _take(own: Branch, bank: Branch) -> None:
         if part in WHOLE:
             parameter.copy_(source)
             continue
-        kept, every = (own.kv_heads, bank.kv_heads) if part in ("k_proj", "v_proj") and own.kind == "full" else (own.heads, bank.heads)
+        kept, every = (own.kv_heads, bank.kv_heads) if part in ("k_proj", "v_proj") and isinstance(own, FullHeads) else (own.heads, bank.heads)
         rows = source.unflatten(0, (len(every), -1))
         parameter.copy_(rows[[every.index(head) for head in kept]].flatten(0, 1))
 

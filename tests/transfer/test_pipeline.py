@@ -74,9 +74,16 @@ def test_three_stages_lower_their_losses_and_leave_models(place, tmp_path):
     assert not [path for path in tmp_path.rglob("step-*")] and not [path for path in tmp_path.rglob(".*")]
 
 
-def test_picked_heads_are_the_banks(place, tmp_path):
+@pytest.mark.parametrize("recipe", ["hydrahead", "duo"])
+def test_picked_heads_are_the_banks(recipe, place, tmp_path):
     """Fed with the same states, a head of the picked hybrid gives what it gives in the hybrid where all heads are of its kind."""
-    found = transfer(settings(place, tmp_path, align=ALIGN))
+    model = {
+        "base": str(place / "base"),
+        "mask": place / "mask.json",
+        "recipe": recipe,
+        "choices": {} if recipe == "hydrahead" else {"window_size": 4, "sinks": 1},
+    }
+    found = transfer(settings(place, tmp_path, align=ALIGN, model=model))
     picked, *banks = (AutoModelForCausalLM.from_pretrained(tmp_path / "align" / name, dtype=torch.float32) for name in ("model", "full", "linear"))
     assert found == tmp_path / "align" / "model"
     x = torch.randn(1, 20, 32)
