@@ -33,8 +33,8 @@ METHOD_HELP = (
 )
 Method = Annotated[str, typer.Option("--method", help=METHOD_HELP)]
 RECIPE_HELP = (
-    "What the other heads become: hydrahead (Gated DeltaNet), duo (a window) or hypenet (lightning attention) by the mask; "
-    "qwen3-next, kimi-linear, minimax-m1 or nemotron-3 by whole layers, where no mask is given."
+    "What the other heads become: hydrahead (Gated DeltaNet), duo (a window) or hypenet (lightning attention) by the mask; qwen3-next, kimi-linear, "
+    "minimax-m1, nemotron-3, jet-nemotron, moba, liger or hymba-like by whole layers, where no mask is given."
 )
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="Counterfactual pairs per probe.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens per retrieval prompt.")]

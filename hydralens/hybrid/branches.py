@@ -86,7 +86,13 @@ class FullHeads(Branch):
         self.window, self.sinks = config.window(layer), 0
         self.reads = [kv_heads.index(head // group) for head in heads]
 
-    def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
+    @property
+    def by_position(self) -> bool:
+        """Whether the cache holds the position of every key too."""
+        return self.window is not None
+
+    def project(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """q ``[batch head pos d_head]``, and k and v of the KV heads."""
         q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -97,6 +103,10 @@ class FullHeads(Branch):
             # In float32: in bfloat16 positions above 256 are no longer told apart.
             scale = (tokens.positions.float() + self.log_scale).log() / math.log(self.log_scale)
             q = (q * scale[:, None, :, None]).to(q.dtype)
+        return q, k, v
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
+        q, k, v = self.project(x, tokens)
         if self.window is not None and tokens.documents is None:
             return self._recent(q, k, v, tokens, memory)
         if memory is not None:
@@ -152,13 +162,14 @@ class LinearHeads(Branch):
 
     delta = True  # whether what a key already recalls is taken off what is written to it
     rope = True
+    convolved = ("q", "k", "v")  # what the convolution is for, where there is one
 
     def __init__(self, config: HydraHeadConfig, layer: int, heads: list[int], qk_norm: nn.Module | None, bias: bool):
         group = config.num_attention_heads // config.num_key_value_heads
         super().__init__(config, heads, [head // group for head in heads], qk_norm, bias, config.linear_gate)
         self.config, self.layer = config, layer
         taps, width = config.linear_conv, len(heads) * config.head_dim
-        self.conv = None if taps is None else nn.ParameterDict({name: nn.Parameter(torch.empty(width, taps)) for name in ("q", "k", "v")})
+        self.conv = None if taps is None else nn.ParameterDict({name: nn.Parameter(torch.empty(width, taps)) for name in self.convolved})
         self.make()
         self.start()
 
@@ -179,7 +190,7 @@ class LinearHeads(Branch):
     def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.conv is not None:
-            q, k, v = (self._convolved(name, y, tokens, memory) for name, y in (("q", q), ("k", k), ("v", v)))
+            q, k, v = (self.convolve(name, y, x, tokens, memory) if name in self.conv else y for name, y in (("q", q), ("k", k), ("v", v)))
         q, k, v = self.split(q), self.split(k), self.split(v)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -197,9 +208,16 @@ class LinearHeads(Branch):
     def recur(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         return linear_recurrence(q, k, v, log_decay, beta, delta=self.delta, initial_state=state, cu_seqlens=documents)
 
-    def _convolved(self, name: str, x: Float[Tensor, "batch pos width"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos width"]:
+    def convolve(
+        self, name: str, y: Float[Tensor, "batch pos width"], x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None
+    ) -> Float[Tensor, "batch pos width"]:
+        """``y``, which is q, k or v of the hidden states ``x``."""
+        return self.over_past(name, self.conv[name], y, tokens, memory)
+
+    def over_past(
+        self, name: str, taps: Float[Tensor, "out tap"], x: Float[Tensor, "batch pos width"], tokens: Tokens, memory: HybridLayer | None
+    ) -> Float[Tensor, "batch pos out"]:
         """Causal convolution over the real tokens of each document, the last inputs of the call before in front."""
-        taps = self.conv[name]
         n_past, key = taps.shape[1] - 1, f"{self.kind}.conv.{name}"
         if tokens.documents is not None:
             starts = tokens.documents.tolist()
@@ -219,7 +237,7 @@ class LinearHeads(Branch):
         if memory is not None:
             memory.tensors[key] = joined[:, -n_past:]
         out = _convolve(joined, taps)
-        return out if order is None else torch.zeros_like(out).scatter(1, order, out)
+        return out if order is None else torch.zeros_like(out).scatter(1, order[..., :1].expand_as(out), out)
 
 
 class GatedDeltaHeads(LinearHeads):
@@ -274,8 +292,8 @@ def slow_decay(n_heads: int) -> Float[Tensor, "head"]:
     return torch.linspace(-math.log(LONGEST), -math.log(SHORTEST), n_heads).exp().expm1().log()
 
 
-def _convolve(x: Float[Tensor, "batch past+pos width"], taps: Float[Tensor, "width tap"]) -> Float[Tensor, "batch pos width"]:
-    return F.conv1d(x.transpose(1, 2), taps[:, None], groups=taps.shape[0]).transpose(1, 2)
+def _convolve(x: Float[Tensor, "batch past+pos width"], taps: Float[Tensor, "out tap"]) -> Float[Tensor, "batch pos out"]:
+    return F.conv1d(x.transpose(1, 2), taps[:, None], groups=x.shape[2]).transpose(1, 2)
 
 
 def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Bool[Tensor, "pos key"]:

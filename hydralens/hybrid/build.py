@@ -23,6 +23,7 @@ def build_hybrid(
     mask: HeadMask | Bool[Tensor, "layer head"] | None = None,
     *,
     recipe: str = "hydrahead",
+    kinds: Sequence[Sequence[str]] | None = None,
     calibration: Int[Tensor, "batch pos"] | None = None,
     **choices: Any,
 ) -> HydraHeadForCausalLM:
@@ -34,6 +35,7 @@ def build_hybrid(
     Args:
         mask: a ``HeadMask`` of this model, or True where a head stays full. A recipe of whole layers needs none.
         recipe: what the other heads become, and the choices that go with it: ``hydralens.hybrid.RECIPES``.
+        kinds: ``[layer][head]``, the kind of every head (``HydraHeadConfig``), instead of a mask and a recipe.
         calibration: unpadded token ids on which the model's mean RMS of each head's output is measured; ``gamma`` starts there, so that the heads
             keep their relative strength behind the fusion norm. Without it gamma starts at 1.
         choices: fields of ``HydraHeadConfig``; they win over the recipe's.
@@ -42,7 +44,7 @@ def build_hybrid(
         In the model's dtype and on its device, in evaluation mode; decay parameters and gamma in float32.
 
     Raises:
-        InputError: the mask is another model's, the base family is not supported, or a choice is unknown.
+        InputError: the mask is another model's, the base family is not supported, a choice is unknown, or kinds are given beside a mask or a recipe.
     """
     lens = model if isinstance(model, LensModel) else wrap_model(model)
     if isinstance(mask, HeadMask):
@@ -53,12 +55,17 @@ def build_hybrid(
         if full is not None and (full.shape != (lens.info.n_layers, lens.info.n_heads) or full.dtype != torch.bool):
             shape = [lens.info.n_layers, lens.info.n_heads]
             raise InputError(f"mask is {full.dtype} {list(full.shape)}, expected bool {shape}, True where a head stays full")
-    kinds = kinds_of(recipe, lens.info.n_layers, lens.info.n_heads, full)
+    if kinds is None:
+        kinds = kinds_of(recipe, lens.info.n_layers, lens.info.n_heads, full)
+    elif full is not None or recipe != "hydrahead":
+        raise InputError(f"kinds says what every head is, and so does {'a mask' if full is not None else f'recipe {recipe!r}'}; give one of them")
+    else:
+        recipe = None
     base = lens.hf.config.to_dict()
     fields = set(HydraHeadConfig.__init__.__kwdefaults__)
     if unknown := sorted(set(choices) - fields):
         raise InputError(f"choice {unknown[0]!r} is unknown; a hybrid has {', '.join(sorted(fields))}")
-    config = HydraHeadConfig(base=base, kinds=kinds, **(recipe_named(recipe).choices | choices))
+    config = HydraHeadConfig(base=base, kinds=kinds, **(({} if recipe is None else recipe_named(recipe).choices) | choices))
     config.recipe = recipe
     config.mask = mask.model_dump(mode="json") if isinstance(mask, HeadMask) else None
     with torch.device(lens.device):
@@ -84,8 +91,9 @@ def _copy_weights(hybrid: HydraHeadForCausalLM, teacher: PreTrainedModel) -> Non
         for part in ("input_layernorm", "post_attention_layernorm", "mlp"):
             getattr(own, part).load_state_dict(getattr(source, part).state_dict())
         own.self_attn.o_proj.load_state_dict(source.self_attn.o_proj.state_dict())
-        for branch in own.self_attn.branches.values():
-            _copy_branch(branch, source.self_attn)
+        for branch in own.self_attn.modules():
+            if isinstance(branch, Branch):
+                _copy_branch(branch, source.self_attn)
 
 
 def _copy_branch(branch: Branch, teacher: nn.Module) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from hydralens.errors import InputError, check_word
 
 BASES = ("llama", "qwen2", "qwen3", "mistral")
-KINDS = ("full", "gdn", "window", "kda", "lightning", "gla", "mamba2")
+KINDS = ("full", "gdn", "window", "moba", "kda", "lightning", "gla", "mamba2", "jet", "window+gla", "window+mamba2")
 GATES = (None, "head", "channel")
 REFUSED = {
     "gemma2": "its attention scores are soft-capped and its norms sandwiched, which the branches do not reproduce",
@@ -22,7 +22,8 @@ class HydraHeadConfig(PreTrainedConfig):
 
     Args:
         base: the base model's config as a dict, ``model_type`` included; everything but attention follows it.
-        kinds: ``[layer][head]``: ``"full"`` or ``"gdn"``; or, to compare with other hybrids, ``"window"``, ``"kda"``, ``"lightning"``, ``"gla"``, ``"mamba2"``.
+        kinds: ``[layer][head]``: ``"full"`` or ``"gdn"``; or, to compare with other hybrids, ``"window"``, ``"moba"``, ``"kda"``, ``"lightning"``, ``"gla"``,
+            ``"mamba2"``, ``"jet"``, and two at once: ``"window+gla"``, ``"window+mamba2"``.
         full_rope: keep RoPE on the full heads. HydraHead removes it.
         log_scale: ``a`` of the query's length scale ``log(t + a) / log(a)`` at position ``t`` of the full heads, so that attention stays sharp over
             long contexts; None: none. HydraHead names the scale and not its form; this is HypeNet's (Eq. 11).
@@ -38,6 +39,8 @@ class HydraHeadConfig(PreTrainedConfig):
         norm_scope: ``"head"``, or ``"linear"``: one RMSNorm over all linear heads of a layer together and none on the full heads.
         gamma: learnable scale after it (Eq. 14): one a ``"head"`` or one a ``"channel"``.
         window_size, sinks: what window heads see: the last tokens, their own included, and the first.
+        moba_block, moba_top: what MoBA heads see: so many blocks of so many tokens, their own block included. The defaults are those of MoBA's own
+            training runs; for contexts of a million tokens it takes 12 of 4096.
         lightning: whose lightning attention: ``"minimax"`` or ``"hypenet"``.
         gdn_backend: ``"auto"`` (fla on a GPU, torch elsewhere), ``"torch"`` or ``"fla"``; the environment's ``HYDRALENS_GDN`` wins.
 
@@ -66,6 +69,8 @@ class HydraHeadConfig(PreTrainedConfig):
         gamma: str = "channel",
         window_size: int = 64,
         sinks: int = 4,
+        moba_block: int = 512,
+        moba_top: int = 3,
         lightning: str = "minimax",
         gdn_backend: str = "auto",
         **kwargs: Any,
@@ -99,6 +104,8 @@ class HydraHeadConfig(PreTrainedConfig):
         check_word("lightning", lightning, ("minimax", "hypenet"))
         if window_size < 1 or sinks < 0:
             raise InputError(f"window_size is {window_size} and sinks {sinks}; a head sees at least itself: give 1 or more, and sinks of 0 or more")
+        if moba_block < 1 or moba_top < 1:
+            raise InputError(f"moba_block is {moba_block} and moba_top {moba_top}; a head sees its own block at least: give 1 or more of each")
         check_word("gdn_backend", gdn_backend, ("auto", "torch", "fla"))
         if log_scale is not None and log_scale <= 1:
             raise InputError(f"log_scale is {log_scale}; it must be above 1, or None for no scale")
@@ -119,6 +126,8 @@ class HydraHeadConfig(PreTrainedConfig):
         self.gamma = gamma
         self.window_size = window_size
         self.sinks = sinks
+        self.moba_block = moba_block
+        self.moba_top = moba_top
         self.lightning = lightning
         self.gdn_backend = gdn_backend
         super().__init__(**kwargs)

@@ -323,16 +323,14 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
     def cache_bytes(self, n_tokens: int, batch: int = 1) -> dict[str, int]:
         """Bytes of a cache of ``n_tokens``: ``"hybrid"``, of it ``"kv"`` and ``"state"``, and ``"base"`` for the base model in the same dtype."""
         config, size = self.config, torch.finfo(self.dtype).bits // 8
-        branches = [branch for layer in self.model.layers for branch in layer.self_attn.branches.values()]
-        kv = 0
-        for branch in branches:
-            if isinstance(branch, FullHeads) and branch.window is not None:  # and each key's position
-                n_kept = min(n_tokens, branch.window - 1 + branch.sinks)
-                kv += n_kept * (2 * len(branch.kv_heads) * config.head_dim * size + 4)
-            elif isinstance(branch, FullHeads):
-                kv += n_tokens * 2 * len(branch.kv_heads) * config.head_dim * size
-        n_linear = sum(len(branch.heads) for branch in branches if isinstance(branch, LinearHeads))
-        state = n_linear * config.head_dim * (config.head_dim * 4 + 3 * ((config.linear_conv or 1) - 1) * size)
+        kv = state = 0
+        for part in self.modules():
+            if isinstance(part, FullHeads):
+                n_kept = n_tokens if part.window is None else min(n_tokens, part.window - 1 + part.sinks)
+                kv += n_kept * (2 * len(part.kv_heads) * config.head_dim * size + 4 * part.by_position)
+            elif isinstance(part, LinearHeads):
+                n_past = 0 if part.conv is None else len(part.conv) * (config.linear_conv - 1)
+                state += len(part.heads) * config.head_dim * (config.head_dim * 4 + n_past * size)
         windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
         held = sum(n_tokens if window is None else min(n_tokens, window - 1) for window in windows)
         base = held * 2 * config.num_key_value_heads * config.head_dim * size

@@ -40,7 +40,7 @@ def gated_delta_rule(
         out in the dtype of ``v``; the state in float32 (float64 for float64 inputs).
 
     Raises:
-        InputError: shapes that do not fit.
+        InputError: shapes that do not fit, or documents that are not the whole row.
     """
     _check(q, k, v, log_decay, beta, initial_state, cu_seqlens)
     if cu_seqlens is not None:
@@ -129,6 +129,8 @@ def _check(q, k, v, log_decay, beta, initial_state, cu_seqlens) -> None:
             raise InputError(f"{name} is {list(tensor.shape)}, expected {list(shape)} from q {list(q.shape)}; repeat keys and values to the query heads first")
     if cu_seqlens is not None and batch != 1:
         raise InputError(f"cu_seqlens packs documents into one row, q has a batch of {batch}")
+    if cu_seqlens is not None and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != n_pos or (cu_seqlens.diff() < 0).any()):
+        raise InputError(f"cu_seqlens is {cu_seqlens.tolist()[:20]}; it must run from 0 to the {n_pos} tokens of the row and never fall")
 
 
 def _first_state(k: Tensor, v: Tensor, initial_state: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "batch head d_k d_v"]:

@@ -376,9 +376,12 @@ def test_packed_documents_are_known_by_positions_that_start_anew_and_by_transfor
         hybrid(row.expand(2, -1), position_ids=positions.expand(2, -1))
 
 
-@pytest.mark.parametrize(("family", "choices"), [("mistral", {}), ("llama", {"recipe": "duo", "window_size": 5, "sinks": 2})])
+@pytest.mark.parametrize(
+    ("family", "choices"),
+    [("mistral", {}), ("llama", {"recipe": "duo", "window_size": 5, "sinks": 2}), ("llama", {"recipe": "moba", "moba_block": 4, "moba_top": 2})],
+)
 @torch.no_grad()
-def test_a_window_counts_tokens_not_the_padding_between_them(family, choices):
+def test_windows_and_blocks_count_tokens_not_the_padding_between_them(family, choices):
     hybrid, _ = tiny_hybrid(family, **choices)
     lengths, new = (3, 17, 9), random_tokens(3, 6, 9)
     tokens, mask = torch.zeros(3, 17, dtype=torch.long), torch.zeros(3, 17, dtype=torch.long)

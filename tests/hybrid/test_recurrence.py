@@ -107,6 +107,11 @@ def test_wrong_shapes_are_one_clear_line():
         gated_delta_rule(q, k[:, :, :1], v, log_decay, beta)
     with pytest.raises(InputError, match="batch of 2"):
         gated_delta_rule(q, k, v, log_decay, beta, cu_seqlens=torch.tensor([0, 13]))
+    row = [x[:1] for x in (q, k, v, log_decay, beta)]
+    for rule in (gated_delta_rule, gated_delta_rule_recurrent):
+        for ends in ([0, 9], [2, 13], [0, 9, 7, 13]):
+            with pytest.raises(InputError, match=rf"cu_seqlens is \[{ends[0]}, .*it must run from 0 to the 13 tokens"):
+                rule(*row, cu_seqlens=torch.tensor(ends))
 
 
 @pytest.mark.parametrize("strong", [-13.8, -1e4, -1e6, -torch.inf])
