@@ -122,6 +122,8 @@ def _align(
         raise InputError(
             f"a shared alignment trains every head as a full and as one other kind, this hybrid has {', '.join(sorted(kinds))}; set align.shared = false"
         )
+    if part.shared and any("+" in kind for kind in kinds):
+        raise InputError(f"a shared alignment picks heads of one mixer, and {', '.join(sorted(kinds))} has two; set align.shared = false")
     if part.shared and hybrid.config.fusion_norm and hybrid.config.norm_scope != "head":
         raise InputError("a shared alignment needs a norm a head: norm_scope 'linear' mixes heads; set align.shared = false")
     if not part.shared:

@@ -299,3 +299,10 @@ def test_head_energy_is_what_a_head_adds_to_the_residual_stream():
 def test_the_examples_are_whole(name):
     config = read_config(f"examples/{name}.toml")
     assert config.align and config.distil and config.finetune and config.align.steps > 1
+
+
+@pytest.mark.parametrize(("recipe", "said"), [("liger", r"window\+gla has two"), ("hypenet", "norm_scope 'linear' mixes heads")])
+def test_heads_that_cannot_be_picked_are_refused_before_training(recipe, said, place, tmp_path):
+    model = {"base": str(place / "base"), "mask": place / "mask.json", "recipe": recipe}
+    with pytest.raises(InputError, match=said):
+        transfer(settings(place, tmp_path, align=ALIGN, model=model))
