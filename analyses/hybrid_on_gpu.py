@@ -2,8 +2,8 @@
 
     python analyses/hybrid_on_gpu.py [MODEL] --out analyses/results/embedded --mask head_mask.json [--prompts 50]
 
-The 7:1 hybrid of the model, in bfloat16 on the GPU beside float32 on the CPU: logits and their order on prompts of unlike length, gradients of the next-token
-loss, prompts read at once against token by token, and a copy that was saved and opened again. Written to OUT:
+The 7:1 hybrid of the model, in bfloat16 and float32 on the GPU beside float32 on the CPU: logits and their order on prompts of unlike length, gradients of
+the next-token loss, prompts read at once against token by token, and a copy that was saved and opened again. Written to OUT:
 
     hybrid_on_gpu.md    the relative errors, how often the likeliest token is the same, and what ran
 """
@@ -86,15 +86,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     cpu = hl.build_hybrid(model, hl.HeadMask.load(args.mask), calibration=asked[0])
     with tempfile.TemporaryDirectory() as folder:
         cpu.save_pretrained(folder)
-        gpu, again = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.device == "cuda" else torch.float32).to(args.device) for _ in range(2)
+        half = torch.bfloat16 if args.device == "cuda" else torch.float32
+        gpu, again, wide, rounded = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+            for dtype, device in ((half, args.device), (half, args.device), (torch.float32, args.device), (half, "cpu"))
         )
-    found = logits_agree(cpu, gpu, asked, args.device)
+    found, exact, floor = logits_agree(cpu, gpu, asked, args.device), logits_agree(cpu, wide, asked, args.device), logits_agree(cpu, rounded, asked, "cpu")
+    agree = "{median:.1e}, {largest:.1e}; {same} of {n}; {order:.4f}"
     tokens = torch.randint(model.anatomy.unembed.weight.shape[0], (1, max(LENGTHS)), generator=torch.Generator().manual_seed(args.seed))
     rows = [
-        ["logits after a prompt, relative error: median, largest", f"{found['median']:.1e}, {found['largest']:.1e}"],
-        ["likeliest next token the same", f"{found['same']} of {len(asked)}"],
-        ["order of the 100 likeliest tokens, median Spearman", f"{found['order']:.4f}"],
+        [f"logits after a prompt: {what}", agree.format(n=len(asked), **own)]
+        for what, own in (("GPU, bfloat16", found), ("GPU, float32", exact), ("CPU, bfloat16: what rounding alone costs", floor))
+    ]
+    rows += [
         ["gradients of the next-token loss, relative error", f"{gradients_agree(cpu, gpu, tokens, args.device):.1e}"],
         ["token by token against at once, relative error", f"{decoding_agrees(gpu, tokens[:, :130].to(args.device)):.1e}"],
     ]
@@ -105,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         equal = torch.equal(gpu(tokens.to(args.device)).logits, again(tokens.to(args.device)).logits)
     continued = [hybrid.generate(asked[0].to(hybrid.device), max_new_tokens=8, do_sample=False).cpu() for hybrid in (gpu, again)]
     rows.append(["saved and opened again: logits, generated tokens", f"{'equal' if equal else 'UNEQUAL'}, {'equal' if torch.equal(*continued) else 'UNEQUAL'}"])
-    text = [*table(["what", "found"], rows), "", "```text", *report().splitlines(), "```"]
+    note = "Beside the CPU in float32. Of logits after a prompt: relative error, median and largest; likeliest token the same; Spearman of the 100 likeliest."
+    text = [note, "", *table(["what", "found"], rows), "", "```text", *report().splitlines(), "```"]
     write_results(args.out, "hybrid_on_gpu", model, {}, {}, "The hybrid on a GPU beside the CPU reference", text)
 
 
