@@ -1,4 +1,4 @@
-"""The benchmarks without the embedded model: tiny models in its place; the peer only where a test compares with it."""
+"""The benchmarks without the embedded model and without a GPU: tiny models and small shapes in their place; the peer only where a test compares with it."""
 
 import json
 import subprocess
@@ -13,6 +13,7 @@ sys.path.append(str(FOLDER))  # as for a script: its folder is where ``common`` 
 
 from benchmarks import patching as bench  # noqa: E402
 from benchmarks import path_patching as paths  # noqa: E402
+from hydralens.bench import BENCHMARKS, gpu, kernels, layer, report, run, sweeps  # noqa: E402
 from hydralens.errors import InputError  # noqa: E402
 from hydralens.models.adapters import to_transformer_lens  # noqa: E402
 from hydralens.patching.pairs import unpad  # noqa: E402
@@ -138,3 +139,115 @@ def test_a_script_refuses_wrong_input_with_exit_code_2():
 
 def test_a_table_is_markdown():
     assert bench.table(("a", "bb"), [("ccc", "d")]) == "| a   | bb |\n| --- | -- |\n| ccc | d  |"
+
+
+# --- hydralens bench ---
+
+TABLES = {
+    "kernels": 6,
+    "layer": 4,
+    "decode": 1,
+    "sweeps": 1,
+    "transfer": 2,
+}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_measures_small_shapes_on_a_cpu(name, on_cpu, tmp_path, capsys):
+    run(name, tmp_path, small=True)
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(found["tables"]) == TABLES[name] and found["machine"]["torch"] == torch.__version__
+    text, printed = (tmp_path / f"{name}.md").read_text(), capsys.readouterr().out
+    for title, rows in found["tables"].items():
+        assert f"### {title}\n" in text and title in printed
+        assert rows and len({tuple(row) for row in rows}) == 1
+        for key in rows[0]:  # values are compared wherever something of ours ran, and times are times
+            numbers = [row[key] for row in rows if row[key] is not None]
+            assert not key.startswith("error") or all(number < 1e-4 for number in numbers)
+            assert key.split()[-1] not in ("ms", "tokens/s", "s") or all(number > 0 for number in numbers)
+    if name == "kernels":
+        assert sum("needs a GPU" in note for note in found["notes"]) == 4
+
+
+def test_a_full_benchmark_needs_a_gpu(on_cpu, tmp_path):
+    with pytest.raises(InputError, match="benchmark layer needs an NVIDIA GPU, and torch sees none; --small"):
+        run("layer", tmp_path)
+    with pytest.raises(InputError, match="benchmark 'speed' is not one of kernels, layer"):
+        run("speed", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_run_leaves_what_it_measured(on_cpu, tmp_path, capsys):
+    own = report.Report("made", tmp_path, small=True)
+    own.row("one", shape="2 x 3", ms=0.12345, error=None)
+    own.row("two", ms=12345.6)
+    own.note("left out")
+    own.row("one", shape="4", ms=1.0, error=2e-7)
+    assert json.loads((tmp_path / "made.json").read_text())["tables"]["one"][0] == {"shape": "2 x 3", "ms": 0.12345, "error": None}
+    text = (tmp_path / "made.md").read_text()
+    assert "left out\n\n### one\n\n| shape | ms | error |\n| --- | --- | --- |\n| 2 x 3 | 0.123 |  |\n| 4 | 1 | 2e-07 |\n\n### two" in text
+    assert capsys.readouterr().out.count("| shape ") == 2  # a table that goes on after another gets its header again
+
+
+def test_a_wrong_kernel_is_not_timed(on_cpu):
+    own = report.Report("made", None, small=True)
+    for error in (0.5, float("nan")):
+        kernels.compare(own, "kernel", "2 x 3", 8, 1e9, error, lambda: 1 / 0, {})
+    assert own.result["tables"] == {} and own.result["notes"][0] == "kernel, 2 x 3: relative error 0.5, so it is not timed"
+
+
+def test_the_crossover_is_read_off_between_two_lengths():
+    lengths = (1024, 4096, 16384)
+    assert layer.crossover(lengths, (0.5, 2.0, 8.0)) == pytest.approx(2048)
+    assert layer.crossover(lengths, (0.25, 0.5, 1.0)) == pytest.approx(16384)
+    assert layer.crossover(lengths, (0.5, 0.6, 0.7)) is None
+    assert layer.crossover(lengths, (2.0, 3.0, 4.0)) is None
+
+
+def test_operations_and_bytes_are_counted_by_hand():
+    assert layer.softmax_flops(8, 2, 16) == 2 * 2 * (8 * 8 / 2) * 2 * 16
+    assert layer.delta_flops(32768, 14, 128) == 327_680 * 32768 * 14
+    assert gpu.n_bytes(torch.zeros(3, 5), None, torch.zeros(4, dtype=torch.bfloat16)) == 68
+
+
+def test_the_mask_keeps_the_heads_of_a_layer_in_one_group():
+    full = gpu.spread_mask(28, 16)
+    assert full.sum() == 56 and full[:, :2].all()
+    assert gpu.spread_mask(30, 9).sum() == 34
+
+
+def test_a_relative_error_that_is_not_a_number_stays_so():
+    good, bad = torch.ones(3), torch.tensor([1.0, torch.nan, 1.0])
+    assert gpu.relative(1.5 * good, good) == 0.5
+    assert gpu.relative((good, bad), (good, good)) != gpu.relative((good, bad), (good, good))
+
+
+def test_the_fusion_in_torch_is_the_models_own(on_cpu):
+    """Reference: the hybrid's attention module, whose fusion and gates the benchmark writes down again."""
+    from hydralens.hybrid import build_hybrid
+
+    own = report.Report("made", None, small=True)
+    hybrid = build_hybrid(gpu.random_model(gpu.qwen3(True), own), gpu.spread_mask(2, 16)).eval()
+    attention = hybrid.model.layers[0].self_attn
+    torch.nn.init.normal_(attention.branches["full"].gate.weight)
+    x, full, linear = torch.randn(1, 5, 64), torch.randn(1, 5, 2, 16), torch.randn(1, 5, 14, 16)
+    place = torch.tensor(attention.place, dtype=torch.int32)
+    gate = attention.branches["full"].gate(x)[..., None]
+    expected = attention.fuse(torch.cat([full, linear], 2)[:, :, attention.place], x)
+    torch.testing.assert_close(kernels.fuse_in_torch(full, linear, place, attention.fusion.gamma, gate), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_patched_metrics_of_the_sweeps_reference_move(on_cpu):
+    from hydralens.models.lens import wrap_model
+
+    own = report.Report("made", None, small=True)
+    model = wrap_model(gpu.random_model(gpu.qwen3(True), own))
+    probe = sweeps.random_pair(32, 512)
+    metrics = {sweeps.patched_metric(model, probe, layer, 3) for layer in (0, 1)}
+    assert len(metrics) == 2

@@ -272,6 +272,22 @@ def evaluate(
         typer.echo(out / "evaluation.html")
 
 
+@app.command(epilog="Example: hydralens bench kernels --out runs/bench")
+def bench(
+    name: Annotated[str | None, typer.Argument(help="Which; without one they are listed.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for NAME.md and NAME.json.", show_default=False)] = None,
+    small: Annotated[bool, typer.Option("--small", help="Small shapes, on a CPU too: to see that it runs.")] = False,
+) -> None:
+    """Measure this machine's GPU: ours, a peer's and the limit from one run, values compared before times."""
+    from hydralens.bench import BENCHMARKS
+    from hydralens.bench import run as run_benchmark
+
+    if name is None:
+        typer.echo("\n".join(f"{known:9s} {what}" for known, what in BENCHMARKS.items()))
+    else:
+        run_benchmark(name, out, small=small)
+
+
 def _numbers(option: str, given: str, kind: Callable[[str], float], example: str) -> list[float]:
     try:
         return [kind(number) for number in given.split(",")]
