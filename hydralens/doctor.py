@@ -10,7 +10,7 @@ import torch
 
 from hydralens.errors import InputError
 from hydralens.figures.saving import BROWSERS
-from hydralens.hybrid.backends import doctor_line
+from hydralens.hybrid.backends import doctor_lines
 from hydralens.models.embedded import embedded_gguf
 
 CORE = ("hydralens", "torch", "transformers", "numpy", "plotly")
@@ -33,7 +33,7 @@ def report() -> str:
     else:
         lines += ["device           cpu (no CUDA device is visible to torch)", "forward          float32 on the CPU; metric and effects in float32"]
     lines.append("attention        torch SDPA; explicit softmax in query blocks where scores are soft-capped (Gemma 2) or rows share a prefix")
-    lines.append(f"linear heads     {doctor_line()}")
+    lines += [f"{operation:<16} {what}" for operation, what in doctor_lines().items()]
     try:
         lines.append(f"embedded         {embedded_gguf().name} is installed")
     except InputError as error:

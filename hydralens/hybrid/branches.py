@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from einops import rearrange
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hydralens.hybrid.backends import attend_packed, delta_rule
+from hydralens.hybrid.backends import attend_causal, attend_packed, delta_rule, fusion_backend
 from hydralens.hybrid.cache import HybridLayer
 from hydralens.hybrid.config import HydraHeadConfig
 from hydralens.hybrid.recurrence import linear_recurrence
@@ -27,8 +28,9 @@ class Tokens:
         positions: each new token's place in its document.
         rope: cosines and sines at the positions.
         real: False for padding; None where there is none.
-        visible: which keys each query sees, for the full heads; None where causality, or causality within documents, says it.
+        visible: which keys each query sees, for the full heads; None where causality says it, within documents or without padding.
         documents: where packed documents start, and the end of the last; batch is 1 then.
+        unpadded: of a padded batch without cache, the places of its tokens among all, and where rows start in them, and the end of the last.
     """
 
     positions: Int[Tensor, "batch pos"]
@@ -36,6 +38,7 @@ class Tokens:
     real: Bool[Tensor, "batch pos"] | None
     visible: Bool[Tensor, "batch 1 pos key"] | None
     documents: Int[Tensor, "n"] | None
+    unpadded: tuple[Int[Tensor, "token"], Int[Tensor, "n"]] | None = None
 
 
 class Gate(nn.Linear):
@@ -67,7 +70,11 @@ class Branch(nn.Module):
         """2 sigmoid(W x): 1 at the start, where W is 0; ones without a gate."""
         if self.gate is None:
             return x.new_ones(*x.shape[:2], len(self.heads), 1)
-        return 2 * rearrange(self.gate(x), "batch pos (head d) -> batch pos head d", head=len(self.heads)).sigmoid()
+        return 2 * self.gate_logits(x).sigmoid()
+
+    def gate_logits(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos head d_or_1"] | None:
+        """W x; None without a gate."""
+        return None if self.gate is None else rearrange(self.gate(x), "batch pos (head d) -> batch pos head d", head=len(self.heads))
 
 
 class FullHeads(Branch):
@@ -84,7 +91,9 @@ class FullHeads(Branch):
         super().__init__(config, heads, kv_heads, qk_norm, bias, config.full_gate)
         self.rope, self.log_scale, self.log_scale_in_training = config.full_rope, config.log_scale, config.log_scale_in_training
         self.window, self.sinks = config.window(layer), 0
-        self.reads = [kv_heads.index(head // group) for head in heads]
+        self.reads = tuple(kv_heads.index(head // group) for head in heads)
+        self.grouped = all(self.reads.count(own) * len(kv_heads) == len(heads) for own in self.reads)  # kernels for grouped queries apply
+        self.backend = config.attention_backend
 
     @property
     def by_position(self) -> bool:
@@ -111,15 +120,25 @@ class FullHeads(Branch):
             return self._recent(q, k, v, tokens, memory)
         if memory is not None:
             k, v = memory.append(f"{self.kind}.k", k), memory.append(f"{self.kind}.v", v)
-        k, v = k[:, self.reads], v[:, self.reads]
         if tokens.documents is not None:
-            return attend_packed(q, k, v, tokens.documents, scale=self.head_dim**-0.5, window=self.window, sinks=self.sinks)
-        visible = tokens.visible
-        if visible is None and 1 < q.shape[2] < k.shape[2]:
-            visible = causal_mask(q.shape[2], k.shape[2], q.device)
-        # Causality is told by is_causal only where queries and keys are the same tokens: it aligns the first query with the first key.
-        causal = visible is None and q.shape[2] == k.shape[2] and q.shape[2] > 1
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal).transpose(1, 2)
+            return attend_packed(q, *self._read(k, v), tokens.documents, scale=self.head_dim**-0.5, window=self.window, sinks=self.sinks, backend=self.backend)
+        if tokens.unpadded is not None:
+            return self._unpadded(q, *self._read(k, v), *tokens.unpadded)
+        if tokens.visible is not None:
+            return F.scaled_dot_product_attention(q, *self._read(k, v), attn_mask=tokens.visible).transpose(1, 2)
+        return attend_causal(q, *((k, v) if self.grouped else self._read(k, v)), backend=self.backend)
+
+    def _read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The key and value head of every query head."""
+        reads = index(self.reads, k.device)
+        return k[:, reads], v[:, reads]
+
+    def _unpadded(self, q: Tensor, k: Tensor, v: Tensor, places: Int[Tensor, "token"], starts: Int[Tensor, "n"]) -> Float[Tensor, "batch pos head d_head"]:
+        """Attention within rows of a padded batch without a mask of queries x keys; padding gets 0."""
+        batch, n_heads, n_pos, d_head = q.shape
+        packed = (y.transpose(1, 2).reshape(batch * n_pos, n_heads, d_head)[places].transpose(0, 1)[None] for y in (q, k, v))
+        out = attend_packed(*packed, starts, scale=d_head**-0.5, backend=self.backend)[0]
+        return out.new_zeros(batch * n_pos, n_heads, d_head).index_copy(0, places, out).unflatten(0, (batch, n_pos))
 
     def _recent(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
         """Attention to sinks and a window. Both are counted in positions, not in places of the cache, where padding may lie between tokens."""
@@ -129,7 +148,7 @@ class FullHeads(Branch):
         if memory is not None:
             k, v, positions = (memory.append(f"{self.kind}.{name}", y) for name, y in (("k", k), ("v", v), ("positions", positions)))
             self._forget(memory)
-        k, v = k[:, self.reads], v[:, self.reads]
+        k, v = self._read(k, v)
         if tokens.real is None and k.shape[2] == n_new:  # nothing cached: by blocks, without a mask of queries x keys
             return attend(q, k, v, scale=self.head_dim**-0.5, window=self.window, sinks=self.sinks)
         query, key = tokens.positions[:, None, :, None], positions[:, :, None]
@@ -191,7 +210,15 @@ class LinearHeads(Branch):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.conv is not None:
             q, k, v = (self.convolve(name, y, x, tokens, memory) if name in self.conv else y for name, y in (("q", q), ("k", k), ("v", v)))
-        q, k, v = self.split(q), self.split(k), self.split(v)
+        q, k, v, log_decay, beta = self.prepare(x, self.split(q), self.split(k), self.split(v), tokens)
+        state = None if memory is None else memory.tensors.get(f"{self.kind}.state")
+        out, last = self.recur(q, k, v, log_decay, beta, state, tokens.documents)
+        if memory is not None:
+            memory.tensors[f"{self.kind}.state"] = last
+        return out
+
+    def prepare(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """``step`` after QK-norm and RoPE, with padding taken out."""
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope and self.config.linear_rope:
@@ -199,11 +226,7 @@ class LinearHeads(Branch):
         q, k, v, log_decay, beta = self.step(x, q, k, v)
         if tokens.real is not None:
             log_decay, beta = (y * tokens.real.reshape(*tokens.real.shape, *[1] * (y.ndim - 2)) for y in (log_decay, beta))
-        state = None if memory is None else memory.tensors.get(f"{self.kind}.state")
-        out, last = self.recur(q, k, v, log_decay, beta, state, tokens.documents)
-        if memory is not None:
-            memory.tensors[f"{self.kind}.state"] = last
-        return out
+        return q, k, v, log_decay, beta
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         return linear_recurrence(q, k, v, log_decay, beta, delta=self.delta, initial_state=state, cu_seqlens=documents)
@@ -267,6 +290,24 @@ class GatedDeltaHeads(LinearHeads):
         self.A_log.zero_()
         self.dt_bias.copy_(slow_decay(len(self.heads)))
 
+    def prepare(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        own = type(self).step is GatedDeltaHeads.step and q.dtype == v.dtype and v.dtype != torch.float64
+        if not own or fusion_backend(q.device, self.config.fusion_backend) == "torch":
+            return super().prepare(x, q, k, v, tokens)
+        from hydralens.hybrid.kernels.gdn_prepare import prepare
+
+        q, k, log_decay, beta = prepare(q, k, *self.given(x, tokens), tokens.real, **self.constants())
+        return q, k, v, log_decay, beta
+
+    def given(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens) -> tuple[Tensor | None, ...]:
+        """What the kernels take beside q, k and v."""
+        rope = tokens.rope if self.config.linear_rope else (None, None)
+        norms = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        return *rope, self.a_proj(x), self.b_proj(x), self.A_log, self.dt_bias, *norms
+
+    def constants(self) -> dict[str, float | bool]:
+        return {"eps": self.config.base_config.rms_norm_eps, "negative_eigenvalues": self.config.negative_eigenvalues}
+
     def step(self, x: Float[Tensor, "batch pos d_model"], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         log_decay = -wide(self.A_log).exp() * F.softplus(wide(self.a_proj(x)) + wide(self.dt_bias))
         beta = wide(self.b_proj(x)).sigmoid() * (2 if self.config.negative_eigenvalues else 1)
@@ -274,6 +315,13 @@ class GatedDeltaHeads(LinearHeads):
 
     def recur(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         return delta_rule(q, k, v, log_decay, beta, initial_state=state, cu_seqlens=documents, backend=self.config.gdn_backend)
+
+
+@cache
+def index(order: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Int[Tensor, "place"]:
+    """On the device once: indexing with a list copies it there at every call, which a CUDA graph cannot."""
+    with torch.inference_mode(False):
+        return torch.tensor(order, dtype=dtype, device=device)
 
 
 def unit(x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from hydralens.errors import InputError, check_word
+from hydralens.hybrid.backends import ATTENTION, FUSION, GDN, WORDS
 
 BASES = ("llama", "qwen2", "qwen3", "mistral")
 KINDS = ("full", "gdn", "window", "moba", "kda", "lightning", "gla", "mamba2", "jet", "window+gla", "window+mamba2")
@@ -42,7 +43,8 @@ class HydraHeadConfig(PreTrainedConfig):
         moba_block, moba_top: what MoBA heads see: so many blocks of so many tokens, their own block included. The defaults are those of MoBA's own
             training runs; for contexts of a million tokens it takes 12 of 4096.
         lightning: whose lightning attention: ``"minimax"`` or ``"hypenet"``.
-        gdn_backend: ``"auto"`` (fla on a GPU, torch elsewhere), ``"torch"`` or ``"fla"``; the environment's ``HYDRALENS_GDN`` wins.
+        gdn_backend, attention_backend, fusion_backend: what runs the delta rule, attention of the full heads, and the fusion with what surrounds it; see
+            ``hydralens.hybrid.backends``, whose environment variables win.
 
     Raises:
         InputError: an unsupported base, kinds of another shape or of an unknown name, an unknown choice.
@@ -73,6 +75,8 @@ class HydraHeadConfig(PreTrainedConfig):
         moba_top: int = 3,
         lightning: str = "minimax",
         gdn_backend: str = "auto",
+        attention_backend: str = "auto",
+        fusion_backend: str = "auto",
         **kwargs: Any,
     ):
         if base is not None:  # transformers makes an empty config of every class when it compares with the defaults
@@ -106,7 +110,9 @@ class HydraHeadConfig(PreTrainedConfig):
             raise InputError(f"window_size is {window_size} and sinks {sinks}; a head sees at least itself: give 1 or more, and sinks of 0 or more")
         if moba_block < 1 or moba_top < 1:
             raise InputError(f"moba_block is {moba_block} and moba_top {moba_top}; a head sees its own block at least: give 1 or more of each")
-        check_word("gdn_backend", gdn_backend, ("auto", "torch", "fla"))
+        backends = {GDN: ("gdn_backend", gdn_backend), ATTENTION: ("attention_backend", attention_backend), FUSION: ("fusion_backend", fusion_backend)}
+        for variable, (name, value) in backends.items():
+            check_word(name, value, WORDS[variable])
         if log_scale is not None and log_scale <= 1:
             raise InputError(f"log_scale is {log_scale}; it must be above 1, or None for no scale")
         if linear_conv is not None and linear_conv < 2:
@@ -130,6 +136,8 @@ class HydraHeadConfig(PreTrainedConfig):
         self.moba_top = moba_top
         self.lightning = lightning
         self.gdn_backend = gdn_backend
+        self.attention_backend = attention_backend
+        self.fusion_backend = fusion_backend
         super().__init__(**kwargs)
 
     @staticmethod

@@ -21,7 +21,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hydralens.errors import InputError
 from hydralens.files import write_text
-from hydralens.hybrid.branches import FullHeads, Gate, GatedDeltaHeads, LinearHeads, Tokens, causal_mask
+from hydralens.hybrid.backends import fusion_backend
+from hydralens.hybrid.branches import Branch, FullHeads, Gate, GatedDeltaHeads, LinearHeads, Tokens, causal_mask, index
 from hydralens.hybrid.cache import HybridCache, HybridLayer
 from hydralens.hybrid.config import HydraHeadConfig
 from hydralens.hybrid.lens import hybrid_anatomy
@@ -86,17 +87,44 @@ class HybridAttention(nn.Module):
         heads = {kind: [head for head, own in enumerate(kinds) if own == kind] for kind in BRANCHES if kind in kinds}
         self.branches = nn.ModuleDict({kind: BRANCHES[kind](config, layer, own, qk_norm, bias) for kind, own in heads.items()})
         order = [head for own in heads.values() for head in own]
-        self.place = [order.index(head) for head in range(len(kinds))]  # where each head of the base model stands among the branches' outputs
+        self.place = tuple(order.index(head) for head in range(len(kinds)))  # where each head of the base model stands among the branches' outputs
         self.z = nn.Identity()  # where the heads' outputs can be read and patched: they are its input
         self.fusion = Fusion(config, layer) if config.fusion_norm else None
+        self.config = config
         self.o_proj = nn.Linear(len(kinds) * config.head_dim, config.hidden_size, bias=teacher.o_proj.bias is not None)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos d_model"]:
-        return self.write(self.mix(x, tokens, memory), x)
+        outs = self.outputs(x, tokens, memory)
+        if self.fused(outs[0]):
+            return self.o_proj(self.fuse_in_one(outs, x).flatten(2))
+        return self.write(self.ordered(outs), x)
+
+    def outputs(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> list[Float[Tensor, "batch pos head d_head"]]:
+        """Of each branch, the outputs of its heads."""
+        return [branch(x, tokens, memory) for branch in self.branches.values()]
+
+    def ordered(self, outs: list[Float[Tensor, "batch pos head d_head"]]) -> Float[Tensor, "batch pos head d_head"]:
+        """Every head's output, in the base model's order."""
+        return self.z(torch.cat(outs, 2)[:, :, index(self.place, outs[0].device)])
 
     def mix(self, x: Float[Tensor, "batch pos d_model"], tokens: Tokens, memory: HybridLayer | None) -> Float[Tensor, "batch pos head d_head"]:
-        """Every head's output, in the base model's order."""
-        return self.z(torch.cat([branch(x, tokens, memory) for branch in self.branches.values()], 2)[:, :, self.place])
+        return self.ordered(self.outputs(x, tokens, memory))
+
+    def fused(self, out: Tensor) -> bool:
+        """Whether order, norm, scale and gates are one kernel's work; not where somebody looks at the outputs in between, or patches them."""
+        watched = self.z._forward_hooks or self.z._forward_pre_hooks
+        branches = len(self.branches) <= 2 and all(isinstance(branch, Branch) for branch in self.branches.values())
+        apart = watched or not branches or self.fusion is None or self.fusion.together is not None or out.dtype == torch.float64
+        return not apart and fusion_backend(out.device, self.config.fusion_backend) == "triton"
+
+    def fuse_in_one(self, outs: list[Float[Tensor, "batch pos head d_head"]], x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos head d_head"]:
+        """``fuse`` of ``ordered``, as one kernel."""
+        from hydralens.hybrid.kernels.fusion import fuse
+
+        gates = [branch.gate_logits(x) for branch in self.branches.values()]
+        if len(outs) == 1:
+            outs, gates = [*outs, outs[0][:, :, :0]], [*gates, None]
+        return fuse(*outs, index(self.place, x.device, torch.int32), self.fusion.gamma, *gates, eps=self.fusion.eps)
 
     def write(self, z: Float[Tensor, "batch pos head d_head"], x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         return self.o_proj(self.fuse(z, x).flatten(2))
@@ -108,7 +136,7 @@ class HybridAttention(nn.Module):
         # After the norm, which would cancel what a gate does to a whole head.
         if any(branch.gate is not None for branch in self.branches.values()):
             width = max(branch.head_dim if branch.gate is not None and branch.gate.out_features > len(branch.heads) else 1 for branch in self.branches.values())
-            gates = torch.cat([branch.gates(x).expand(-1, -1, -1, width) for branch in self.branches.values()], 2)[:, :, self.place]
+            gates = torch.cat([branch.gates(x).expand(-1, -1, -1, width) for branch in self.branches.values()], 2)[:, :, index(self.place, x.device)]
             z = z * gates
         return z
 
@@ -177,9 +205,9 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         n_past = 0 if cache is None else cache.get_seq_length()
         tokens = self.tokens(inputs_embeds, attention_mask, position_ids, n_past, cu_seqlens, cache is not None)
         residual, states = inputs_embeds, []
-        for index, layer in enumerate(self.layers):
+        for place, layer in enumerate(self.layers):
             states.append(residual)
-            residual = layer(residual, tokens, None if cache is None else cache.layers[index])
+            residual = layer(residual, tokens, None if cache is None else cache.layers[place])
         if cache is not None:
             for layer in cache.layers:
                 layer.n_tokens += inputs_embeds.shape[1]
@@ -197,7 +225,7 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
         """What every layer is told about the tokens of a call."""
         batch, n_pos = x.shape[:2]
         here = torch.arange(n_pos, device=x.device)
-        real = visible = None
+        real = visible = unpadded = None
         counted = (n_past + here)[None]
         if cu_seqlens is None and attention_mask is None and position_ids is not None and not n_past:
             cu_seqlens = documents_of(position_ids)
@@ -219,11 +247,15 @@ class HydraHeadModel(HydraHeadPreTrainedModel):
                 known = attention_mask.bool()
                 real = known[:, n_past:]
                 counted = (known.cumsum(1) - 1).clamp(min=0)[:, n_past:]
-                own = torch.eye(n_pos, dtype=torch.bool, device=x.device)  # padding sees itself, or its softmax would be over nothing
-                visible = causal_mask(n_pos, n_past + n_pos, x.device) & known[:, None, None]
-                visible[..., n_past:] |= own
+                if n_past:
+                    own = torch.eye(n_pos, dtype=torch.bool, device=x.device)  # padding sees itself, or its softmax would be over nothing
+                    visible = causal_mask(n_pos, n_past + n_pos, x.device) & known[:, None, None]
+                    visible[..., n_past:] |= own
+                else:
+                    ends = real.sum(1).cumsum(0)
+                    unpadded = real.flatten().nonzero()[:, 0], torch.cat([ends.new_zeros(1), ends]).unique()  # unique: a row may be all padding
         positions = (counted if position_ids is None else position_ids).expand(batch, -1)
-        return Tokens(positions, self.rotary_emb(x, positions), real, visible, cu_seqlens)
+        return Tokens(positions, self.rotary_emb(x, positions), real, visible, cu_seqlens, unpadded)
 
 
 def documents_of(position_ids: Int[Tensor, "batch pos"]) -> Int[Tensor, "n"] | None:
@@ -251,7 +283,8 @@ class HydraHeadForCausalLM(HydraHeadPreTrainedModel, GenerationMixin):
     @property
     def lens_choices(self) -> str:
         """What hybrids of the same weights differ by."""
-        return json.dumps({name: getattr(self.config, name) for name in ("kinds", *HydraHeadConfig.__init__.__kwdefaults__)}, sort_keys=True)
+        names = ["kinds", *(name for name in HydraHeadConfig.__init__.__kwdefaults__ if not name.endswith("_backend"))]
+        return json.dumps({name: getattr(self.config, name) for name in names}, sort_keys=True)
 
     def lens_anatomy(self) -> Anatomy:
         """Where the patching engine finds everything; ``load_model`` asks."""

@@ -55,12 +55,12 @@ class MobaHeads(FullHeads):
         query, key = (y.expand(len(q), -1) for y in (tokens.positions, positions))
         if tokens.documents is not None:
             pieces = pairwise(tokens.documents.tolist())
-            k, v = k[:, self.reads], v[:, self.reads]
+            k, v = self._read(k, v)
             return torch.cat([self._attend(*(y[:, :, i:j] for y in (q, k, v)), query[:, i:j], key[:, i:j]) for i, j in pieces], 1)
         if memory is not None:
             k, v = memory.append(f"{self.kind}.k", k), memory.append(f"{self.kind}.v", v)
             key = memory.append(f"{self.kind}.positions", key[:, None].int())[:, 0]
-        return self._attend(q, k[:, self.reads], v[:, self.reads], query, key)
+        return self._attend(q, *self._read(k, v), query, key)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, query: Int[Tensor, "batch pos"], key: Int[Tensor, "batch key"]
