@@ -10,6 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hydralens.errors import InputError
 
 
+ROOM = 256  # positions
+
+
 class HybridLayer(CacheLayerMixin):
     """One layer's memory: named tensors whose first axis is the batch, whatever the branches put there, and how many tokens were seen.
 
@@ -20,16 +23,33 @@ class HybridLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[str, Tensor] = {}
+        self.rooms: dict[str, Tensor] = {}  # what grows lies at the start of one of these
         self.n_tokens = 0
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of what is remembered; room to grow, an eighth of it at most beyond the first ``ROOM`` positions, is not counted."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """``name`` with ``new`` joined on the position axis 2, which is kept and returned."""
+        """``name`` with ``new`` joined on the position axis 2, which is kept and returned.
+
+        A token costs its own bytes and not a copy of all before it, but for the few times that the room is used up. Under autograd, which may need
+        what was there, everything is copied.
+        """
         past = self.tensors.get(name)
-        self.tensors[name] = new if past is None else torch.cat([past, new], 2)
+        if past is None or torch.is_grad_enabled():
+            self.tensors[name] = new if past is None else torch.cat([past, new], 2)
+            return self.tensors[name]
+        n_past, n_all = past.shape[2], past.shape[2] + new.shape[2]
+        room = self.rooms.get(name)
+        # Trimmed or taken over from another memory, what is remembered lies elsewhere.
+        elsewhere = room is None or past.data_ptr() != room.data_ptr() or past.stride() != room.stride()
+        if elsewhere or room.shape[2] < n_all or room.is_inference() != torch.is_inference_mode_enabled():
+            room = self.rooms[name] = past.new_empty(*past.shape[:2], n_all + max(ROOM, n_all // 8), *past.shape[3:])
+            room[:, :, :n_past] = past
+        room[:, :, n_past:n_all] = new
+        self.tensors[name] = room[:, :, :n_all]
         return self.tensors[name]
 
     def row(self, index: int) -> "HybridLayer":
@@ -57,16 +77,16 @@ class HybridLayer(CacheLayerMixin):
         return self.n_tokens + query_length, 0
 
     def reset(self) -> None:
-        self.tensors, self.n_tokens = {}, 0
+        self.tensors, self.rooms, self.n_tokens = {}, {}, 0
 
     def reorder_cache(self, beam_idx: Int[Tensor, "batch"]) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Int[Tensor, "batch"]) -> None:
-        self.tensors = {name: tensor[indices.to(tensor.device)] for name, tensor in self.tensors.items()}
+        self.tensors, self.rooms = {name: tensor[indices.to(tensor.device)] for name, tensor in self.tensors.items()}, {}
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.tensors = {name: tensor.repeat_interleave(repeats, 0) for name, tensor in self.tensors.items()}
+        self.tensors, self.rooms = {name: tensor.repeat_interleave(repeats, 0) for name, tensor in self.tensors.items()}, {}
 
     def crop(self, *_: Any) -> None:
         raise InputError("a hybrid's cache cannot be cropped: the recurrent state of its linear heads cannot forget tokens; run the shorter prompt again")
