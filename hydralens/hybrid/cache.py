@@ -9,7 +9,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hydralens.errors import InputError
 
-
 ROOM = 256  # positions
 
 
