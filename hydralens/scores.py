@@ -22,6 +22,7 @@ from hydralens.probes.base import Probe
 THRESHOLD = 0.01  # an effect above this makes a head count for a probe (HydraHead)
 
 ROLES = ("receivers", "senders", "measured")
+RESTRICTIONS = ("restriction", "linear_restriction")  # to sinks and a window; to linear heads
 Effects = Mapping[str, Mapping[str, HeadEffects]]  # capability -> probe label -> effects
 
 
@@ -37,7 +38,7 @@ class HeadScores:
         senders: the same mapping for effects through the receivers (path patching); empty when not measured.
         measured: the same mapping for what the method itself measures, where the composite is made from that and not from receivers and senders.
         solved: one entry per probe asked, also of those left out: probe, corruption, capability, n_pairs, n_solved, used.
-        method: how ``composite`` was made.
+        method: how ``composite`` was made: one of ``hydralens.scoring.METHODS``, or ``linear_restriction``.
     """
 
     model: ModelInfo
@@ -208,7 +209,7 @@ def mean_score(measured: Effects, drop_negative: bool = False) -> Float[Tensor, 
 
 def combine(method: str, receivers: Effects, senders: Effects, measured: Effects) -> Float[Tensor, "layer head"]:
     """The composite of a method from the effects it is made of."""
-    return mean_score(measured, drop_negative=method == "restriction") if measured else paper_score(receivers, {} if method == "direct" else senders)
+    return mean_score(measured, drop_negative=method in RESTRICTIONS) if measured else paper_score(receivers, {} if method == "direct" else senders)
 
 
 def by_label(probes: Sequence[Probe]) -> dict[str, Probe]:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
 from hydralens.detectors import PER_PROBE, WHOLE
-from hydralens.errors import ProbeNotSolvedError, check_word
+from hydralens.errors import InputError, ProbeNotSolvedError, check_word
 from hydralens.files import write_atomically
 from hydralens.models.lens import LensModel
 from hydralens.patching.activation import activation_patch
@@ -46,6 +46,7 @@ def score_heads(
     required: Collection[str] | None = None,
     floor: float = FLOOR,
     pairs_at_most: int = PAIRS_AT_MOST,
+    linear: LensModel | None = None,
     shards: str | Path | None = None,
     verbose: bool = False,
 ) -> HeadScores:
@@ -64,14 +65,18 @@ def score_heads(
             Default: ``pairs_at_most`` for ``paper``, none otherwise.
         required: capabilities of which at least one probe must be used; default: all that are asked.
         pairs_at_most: pairs of each probe, the first ones that count, on which what a method measures itself is measured.
+        linear: with method ``restriction``, a hybrid of linear heads alone, such as ``align/linear`` of a shared alignment: heads are then scored by what
+            its heads in their place cost (``restriction_effects``), and the scores' method is ``linear_restriction``.
         shards: a folder for the effects of each finished pair, so that a killed run goes on where it stopped. Within ``hydralens.ranks.all_ranks``, as
             ``torchrun`` starts it, every rank measures its share of the pairs there.
 
     Raises:
-        InputError: an unknown method, no probes, or two with one label.
+        InputError: an unknown method, no probes, two with one label, or ``linear`` with another method or of another model.
         ProbeNotSolvedError: no probe of a required capability is used, or restriction costs no probe enough; nothing is scored.
     """
     check_word("method", method, METHODS)
+    if linear is not None and method != "restriction":
+        raise InputError(f"linear is for method 'restriction', not {method!r}; leave one of them out")
     labelled = by_label(probes)
     shards = None if shards is None else Path(shards)
     receivers: dict[str, dict[str, HeadEffects]] = {}
@@ -107,7 +112,8 @@ def score_heads(
         whole = WHOLE[method](model, clean)
         return replace(scores, measured=whole.measured, composite=whole.composite, probes=whole.probes, method=method)
     least = MIN_SOLVED * min(pairs_at_most, *(probe.n_pairs for probe in probes))
-    measured, used = _measured(model, clean, method, least, shards, verbose)
+    measured, used = _measured(model, clean, method, linear, least, shards, verbose)
+    method = method if linear is None else "linear_restriction"
     return replace(scores, measured=measured, composite=combine(method, receivers, sending, measured), probes=used, method=method)
 
 
@@ -138,7 +144,7 @@ def _senders(
 
 
 def _measured(
-    model: LensModel, probes: Sequence[Probe], method: str, least: float, shards: Path | None, verbose: bool
+    model: LensModel, probes: Sequence[Probe], method: str, linear: LensModel | None, least: float, shards: Path | None, verbose: bool
 ) -> tuple[dict[str, dict[str, HeadEffects]], list[dict]]:
     """What a method itself measures, probe by probe, and the probes it could be measured on, with ``least`` pairs or more."""
     measured: dict[str, dict[str, HeadEffects]] = {}
@@ -147,10 +153,11 @@ def _measured(
 
     def measure(probe: Probe) -> HeadEffects:
         if method == "restriction":
-            return _counted(restriction_effects(model, probe, window=window, min_span=FLOOR), FLOOR)
+            return _counted(restriction_effects(model, probe, window=window, linear=linear, min_span=FLOOR), FLOOR)
         return PER_PROBE[method](model, probe)
 
-    settings = f"restriction {window}" if method == "restriction" else method
+    restricted_to = f"{SINKS} sinks and {window} positions" if linear is None else "its linear head"
+    settings = method if method != "restriction" else f"restriction {window}" if linear is None else f"restriction {linear.info.fingerprint}"
     for probe, effect in zip(probes, _effects(model, probes, settings, shards, measure, method, verbose), strict=True):
         how = ("restriction", f"log-probability, {effect.positions}") if method == "restriction" else (effect.direction, method)
         if effect.n_pairs >= max(1, least):
@@ -158,8 +165,7 @@ def _measured(
             used.append(describe(probe, effect.n_pairs, *how))
     if not measured:
         raise ProbeNotSolvedError(
-            f"restricting every head to {SINKS} sinks and {WINDOW} positions costs the answer less than {FLOOR} nats in every probe; "
-            "use longer prompts (n_tokens) or method 'paper'"
+            f"restricting every head to {restricted_to} costs the answer less than {FLOOR} nats in every probe; use longer prompts (n_tokens) or method 'paper'"
             if method == "restriction"
             else f"{method} could not be measured on any probe: too few pairs are answered; use more pairs or shorter prompts (n_tokens)"
         )

@@ -101,6 +101,9 @@ def score(
     pairs: Pairs = 8,
     tokens: Tokens = 256,
     capability: Annotated[str, typer.Option("--capability", help="retrieval, reasoning, or both joined by a comma.")] = "retrieval,reasoning",
+    linear: Annotated[
+        Path | None, typer.Option("--linear", help="align/linear of a shared alignment: restriction is then to its linear heads.", show_default=False)
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the finished probes of a run that was stopped.")] = False,
     seed: Seed = 0,
     device: Device = None,
@@ -128,7 +131,8 @@ def score(
             rmtree(out / "shards", ignore_errors=True)
         wait_for_all()
         probes = [probe for name in wanted for probe in makers[name](opened)]
-        scores = score_heads(opened, probes, method=method, required=wanted[:1], shards=out / "shards", verbose=not quiet)
+        aligned = None if linear is None else load_model(linear, device=own_device, dtype=dtype)
+        scores = score_heads(opened, probes, method=method, required=wanted[:1], linear=aligned, shards=out / "shards", verbose=not quiet)
     if not first:
         return
     scores.save(out)

@@ -15,7 +15,7 @@ from hydralens.models.forward import trace
 from hydralens.models.info import ModelInfo
 from hydralens.models.lens import LensModel
 from hydralens.patching.pairs import unpad
-from hydralens.patching.restriction import SINKS, WINDOW, gated_run
+from hydralens.patching.restriction import SINKS, WINDOW, gated_run, narrowed
 from hydralens.probes.base import Probe
 from hydralens.scores import HeadScores, by_label, describe, scores_of
 
@@ -94,7 +94,9 @@ def _train(
         order = order or torch.randperm(len(pairs), generator=generator).tolist()
         index = order.pop()
         pair, target = pairs[index], targets[index]
-        run = gated_run(anatomy, pair.clean[None], gates.repeat_interleave(anatomy.group, -1)[None], window, sinks, len(pair.clean) >= CHECKPOINT_FROM)
+        run = gated_run(
+            anatomy, pair.clean[None], gates.repeat_interleave(anatomy.group, -1)[None], narrowed(window, sinks), len(pair.clean) >= CHECKPOINT_FROM
+        )
         loss = (hidden(run[0, pair.read]) - target).square().mean() + l1 * gates.abs().mean()
         gates.grad = torch.autograd.grad(loss, gates)[0]
         optimizer.step()

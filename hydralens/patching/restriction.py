@@ -1,16 +1,20 @@
 """Attention restricted to sinks and a recent window: what a mask does to the heads it does not keep, without training anything.
 
-``restricted_attention`` applies it to the heads outside a mask; ``restriction_effects`` scores every head by what it would cost.
+``restricted_attention`` applies it to the heads outside a mask; ``restriction_effects`` scores every head by what it would cost, or by what it
+would cost to put a trained linear head in its place.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hydralens.errors import InputError
+from hydralens.hybrid.lens import HybridSites
 from hydralens.models.anatomy import Anatomy, Layer
 from hydralens.models.attention import attend
 from hydralens.models.forward import Attention
@@ -25,6 +29,9 @@ WINDOW, SINKS = 64, 4  # a restricted head sees the last 64 positions, its own i
 STEPS = 4  # equal steps of the path from restricted to full, before any is halved
 TOLERANCE = 0.05  # of the metric's change, by which the scores of a pair may miss it
 MAX_NODES = 129  # points of the path at which halving ends, whatever is missing
+
+# (layer's number, layer, residual stream, rope) -> z of every head in full and restricted
+Both = Callable[[int, Layer, Float[Tensor, "row pos d_model"], Any], tuple[Float[Tensor, "row pos head d_head"], Float[Tensor, "row pos head d_head"]]]
 
 
 def restricted_attention(anatomy: Anatomy, keep: Bool[Tensor, "... layer head"], window: int = WINDOW, sinks: int = SINKS) -> Attention:
@@ -49,6 +56,7 @@ def restriction_effects(
     tolerance: float = TOLERANCE,
     window: int = WINDOW,
     sinks: int = SINKS,
+    linear: LensModel | None = None,
     min_span: float = 1e-3,
     checkpoint_from: int = 2048,
 ) -> HeadEffects:
@@ -67,14 +75,21 @@ def restriction_effects(
         steps: equal steps to begin with.
         tolerance: of a pair's sum; the steps' own errors, which cancel in part, may together be twice that.
         window, sinks: a restricted head sees the last ``window`` positions, its own included, and the first ``sinks``.
+        linear: a hybrid of this model whose heads are all linear and aligned with the model's, as a shared alignment leaves it in ``align/linear``.
+            Restricted then means: the linear head's output on the same input to the layer, after fusion, in place of the head's; ``window`` and
+            ``sinks`` say nothing.
         min_span: pairs whose |m(1) - m(0)| is smaller are not kept, and no step of theirs is halved.
         checkpoint_from: prompts of this many tokens or more recompute each layer in the backward pass, so that memory does not
             grow with the number of layers times positions.
 
     Returns:
         HeadEffects with ``clean_metric`` of the whole model (all gates 1) and ``corrupt_metric`` of the restricted one (all 0).
+
+    Raises:
+        InputError: ``linear`` is no hybrid, or of another shape.
     """
     anatomy = model.anatomy
+    both = narrowed(window, sinks) if linear is None else linearised(anatomy, linear.anatomy)
     model.warn_of_bypassed_hooks()
     per_pair = torch.full((probe.n_pairs, anatomy.n_layers, anatomy.n_heads), torch.nan)
     ends, answered = torch.full((2, probe.n_pairs), torch.nan), torch.zeros(probe.n_pairs, dtype=torch.bool)
@@ -86,7 +101,7 @@ def restriction_effects(
         def slopes(at: Float[Tensor, "node"], tokens: Tensor = tokens, answer: Tensor = answer) -> Float[Tensor, "node 2+layer*head"]:
             """With all gates at ``at``: the metric, whether the answer is chosen, and the metric's gradient."""
             gates = at.to(model.device)[:, None, None].repeat(1, anatomy.n_layers, anatomy.n_heads).requires_grad_()
-            logits = anatomy.logits(gated_run(anatomy, tokens.expand(len(at), -1), gates, window, sinks, tokens.shape[1] >= checkpoint_from)[:, -1])
+            logits = anatomy.logits(gated_run(anatomy, tokens.expand(len(at), -1), gates, both, tokens.shape[1] >= checkpoint_from)[:, -1])
             metric, right = logits.log_softmax(-1)[:, answer], logits.argmax(-1) == answer
             gradient = torch.autograd.grad(metric.sum(), gates)[0]
             return torch.cat([metric.detach()[:, None], right[:, None], gradient.flatten(1)], 1).float().cpu()
@@ -101,7 +116,7 @@ def restriction_effects(
         component="gate",
         mode="restriction",
         direction="integrated",
-        positions=f"window {window}, sinks {sinks}",
+        positions=f"window {window}, sinks {sinks}" if linear is None else "linear heads",
         clean_metric=ends[0],
         corrupt_metric=ends[1],
         kept=(ends[0] - ends[1]).abs() >= min_span,
@@ -167,21 +182,44 @@ def completeness_error(effects: HeadEffects) -> float:
 
 
 def gated_run(
-    anatomy: Anatomy, tokens: Int[Tensor, "row pos"], gates: Float[Tensor, "row layer head"], window: int, sinks: int, save_memory: bool
+    anatomy: Anatomy, tokens: Int[Tensor, "row pos"], gates: Float[Tensor, "row layer head"], both: Both, save_memory: bool
 ) -> Float[Tensor, "row pos d_model"]:
     """Final residual stream with every head between full (gate 1) and restricted (gate 0) attention."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     residual = anatomy.embed(tokens, positions)
     ropes = anatomy.rope(residual, positions)
 
-    def run_layer(layer: Layer, residual: Tensor, gate: Float[Tensor, "row head"]) -> Tensor:
-        q, k, v = layer.project(residual, ropes[layer.rope_kind])
-        full, restricted = both_attentions(layer, q, k, v, window, sinks)
+    def run_layer(index: int, layer: Layer, residual: Tensor, gate: Float[Tensor, "row head"]) -> Tensor:
+        full, restricted = both(index, layer, residual, ropes[layer.rope_kind])
         return layer.feed(residual + layer.write(torch.lerp(restricted, full, gate[:, None, :, None].to(full.dtype)), residual))
 
-    for layer, gate in zip(anatomy.layers, gates.unbind(1), strict=True):
-        residual = checkpoint(run_layer, layer, residual, gate, use_reentrant=False) if save_memory else run_layer(layer, residual, gate)
+    for index, (layer, gate) in enumerate(zip(anatomy.layers, gates.unbind(1), strict=True)):
+        given = (index, layer, residual, gate)
+        residual = checkpoint(run_layer, *given, use_reentrant=False) if save_memory else run_layer(*given)
     return residual
+
+
+def narrowed(window: int, sinks: int) -> Both:
+    """Restricted attention is that to sinks and a window, from the same q, k and v."""
+    return lambda index, layer, residual, rope: both_attentions(layer, *layer.project(residual, rope), window, sinks)
+
+
+def linearised(anatomy: Anatomy, linear: Anatomy) -> Both:
+    """A restricted head is the linear head of a hybrid on the same input."""
+    shape, other = ((own.n_layers, own.n_heads, own.head_dim, own.d_model) for own in (anatomy, linear))
+    if shape != other or not all(isinstance(site, HybridSites) for site in linear.layers):
+        raise InputError(
+            f"linear has {other} layers, heads, channels of a head and of the residual stream, the model {shape}; give a hybrid made from this model, "
+            "such as align/linear of its shared alignment"
+        )
+
+    def both(index: int, layer: Layer, residual: Tensor, rope: Any) -> tuple[Tensor, Tensor]:
+        site = linear.layers[index]
+        tokens = linear.rope(residual, torch.arange(residual.shape[1], device=residual.device))[site.rope_kind]
+        z, _ = site.mix(residual, tokens)
+        return layer.attend(*layer.project(residual, rope)), site.attention.fuse(z, site.attention_norm(residual))
+
+    return both
 
 
 def both_attentions(layer: Layer, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Tensor, Tensor]:

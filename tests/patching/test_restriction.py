@@ -4,9 +4,11 @@ import math
 import pytest
 import torch
 
+from hydralens.errors import InputError
 from hydralens.models.forward import trace
 from hydralens.models.lens import wrap_model
-from hydralens.patching.restriction import MAX_NODES, TOLERANCE, _refined, completeness_error, restricted_attention, restriction_effects
+from hydralens.patching.restriction import MAX_NODES, TOLERANCE, _refined, completeness_error, linearised, restricted_attention, restriction_effects
+from tests.hybrid.examples import tiny_hybrid
 from tests.patching.test_activation import random_probe
 from tests.tiny import FAMILIES, tiny_hf
 
@@ -94,3 +96,44 @@ def test_steps_are_halved_where_the_answer_tips_over_until_the_sum_is_within_tol
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_is_within_its_tolerance(family):
     assert completeness_error(effects_of(wrap_model(tiny_hf(family)))) <= TOLERANCE
+
+
+def test_restriction_to_linear_heads_goes_from_the_model_to_its_hybrid():
+    """The ends of the path: the model itself, and the hybrid of linear heads alone, whose other weights are the model's."""
+    model = wrap_model(tiny_hf("qwen3", dtype=torch.float64))
+    linear, _ = tiny_hybrid("qwen3", torch.zeros(model.info.n_layers, model.info.n_heads), dtype=torch.float64, linear_gate="head")
+    linear.load_state_dict({name: value for name, value in model.hf.state_dict().items() if "mlp" in name}, strict=False)  # tiny_hybrid moved them
+    probe, hybrid = random_probe(n_pos=40), wrap_model(linear)
+    effects = effects_of(model, steps=80, tolerance=math.inf, linear=hybrid)
+    assert completeness_error(effects) < 0.05 and effects.positions == "linear heads"
+    for own, ends in ((model, effects.clean_metric), (hybrid, effects.corrupt_metric)):
+        for pair in range(2):
+            read = int(probe.read_positions[pair, 0])
+            logits = own.hf(probe.clean[pair : pair + 1, : read + 1]).logits[0, -1]
+            torch.testing.assert_close(ends[pair], logits.log_softmax(-1)[probe.answer[pair, 0]].float(), atol=1e-5, rtol=1e-5)
+
+
+def test_gate_of_one_head_alone_takes_the_linear_heads_output():
+    """Reference: full attention's z with one head's replaced by the hybrid's, written by the model's own projection."""
+    model = wrap_model(tiny_hf("llama"))
+    linear = wrap_model(tiny_hybrid("llama", torch.zeros(model.info.n_layers, model.info.n_heads))[0])
+    tokens, both = random_probe(n_pos=40).clean[:1], linearised(model.anatomy, linear.anatomy)
+    positions = torch.arange(tokens.shape[1])
+    residual = model.anatomy.embed(tokens, positions)
+    layer = model.anatomy.layers[0]
+    full, restricted = both(0, layer, residual, model.anatomy.rope(residual, positions)[layer.rope_kind])
+    block = linear.hf.model.layers[0]
+    written = block.self_attn(block.input_layernorm(residual), linear.hf.model.tokens(residual), None)
+    torch.testing.assert_close(layer.write(restricted, residual), written)
+    own = model.hf.model.layers[0]
+    seen = []
+    handle = own.self_attn.register_forward_hook(lambda *args: seen.append(args[2][0]))
+    model.hf(tokens)
+    handle.remove()
+    torch.testing.assert_close(layer.write(full, residual), seen[0])
+
+
+def test_linear_must_be_a_hybrid_of_the_models_shape():
+    model = wrap_model(tiny_hf("llama"))
+    with pytest.raises(InputError, match="give a hybrid made from this model"):
+        restriction_effects(model, random_probe(n_pos=40), linear=model)
