@@ -7,6 +7,8 @@ import torch
 
 from hydralens import scoring
 from hydralens.errors import InputError, ProbeNotSolvedError
+from hydralens.head_mask import HeadMask
+from hydralens.hybrid import build_hybrid
 from hydralens.models.lens import wrap_model
 from hydralens.probes import induction, niah
 from hydralens.scores import HeadScores, capability_score, mean_score, paper_score
@@ -126,6 +128,19 @@ def test_restriction_finds_the_planted_head_too(model, probes):
     others = scores.composite.clone()
     others[RETRIEVER] = 0
     assert others.max() < 1e-3 < 0.5 < scores.composite[RETRIEVER]
+
+
+def test_against_linear_heads_every_head_of_the_planted_circuit_counts(model, probes, tmp_path):
+    """Linear heads that learned nothing look neither one nor two tokens back; no other head writes anything."""
+    nothing = HeadMask.of(torch.zeros(LAYERS, HEADS, dtype=torch.bool), model.info, rule="no full head")
+    linear = wrap_model(build_hybrid(model, nothing))
+    scores = score_heads(model, probes[:2], method="restriction", linear=linear, shards=tmp_path)
+    assert scores.method == "linear_restriction" and set(scores.top(3)) == {(0, 0), (0, 1), RETRIEVER}
+    assert scores.composite.flatten().sort(descending=True).values[3] < 1e-3
+    scores.save(tmp_path / "scores")
+    assert HeadScores.load(tmp_path / "scores").method == "linear_restriction"
+    with pytest.raises(InputError, match="linear is for method 'restriction'"):
+        score_heads(model, probes, method="paper", linear=linear)
 
 
 def test_probes_that_are_not_solved_are_listed_and_left_out(scores):
