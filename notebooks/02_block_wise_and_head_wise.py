@@ -31,7 +31,7 @@ structure = hl.block_structure(layers, heads, n_draws=199)
 hl.figures.block_similarity(layers, heads, structure)
 
 # %% [markdown]
-# Left, bright squares along the diagonal would be blocks. Right, a bright square would be a layer whose heads are alike.
+# Blue is alike, red is opposed. Left, squares along the diagonal that are darker than what lies around them are blocks. Right, a dark blue square on the diagonal would be a layer whose heads are alike.
 #
 # ## A number instead of an impression
 #

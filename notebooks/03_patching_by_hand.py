@@ -104,13 +104,16 @@ best = senders.values.nan_to_num().flatten().topk(5).indices
 # %% [markdown]
 # ## The same through other libraries
 #
-# `backend=` runs the experiment through TransformerLens's or nnsight's own hooks. They are slow for a whole model, so a few heads are asked.
+# `backend=` runs the experiment through TransformerLens's or nnsight's own hooks. They are slow for a whole model, so a few heads are asked. Both come with `pip install 'hydralens[lens]'`; without them the cell says so.
 
 # %%
 asked = receivers[:2]
 for backend in ("hooks", "transformer_lens", "nnsight"):
-    own = hl.activation_patch(model, probe, "z", mode="total", positions="all", readout="first", heads=asked, backend=backend)
-    print(f"{backend:17s}", [round(float(own.values[cell]), 5) for cell in asked])
+    try:
+        own = hl.activation_patch(model, probe, "z", mode="total", positions="all", readout="first", heads=asked, backend=backend)
+        print(f"{backend:17s}", [round(float(own.values[cell]), 5) for cell in asked])
+    except hl.InputError as error:
+        print(f"{backend:17s}", error)
 
 # %% [markdown]
 # ## Look at the heads

@@ -11,6 +11,7 @@ GRID = "rgba(128,128,128,0.22)"
 CLEAR = "rgba(0,0,0,0)"
 BLUE, ORANGE, GREY = "#2f7fd1", "#d9722e", "#8c8c8c"
 LINE_HEIGHT = 20
+TEXT_WIDTH = 720  # plotly wraps no text, and the output of a notebook is often narrower than the figure could be
 
 
 def finish(
@@ -21,7 +22,8 @@ def finish(
     ``headroom`` is what subplot titles need above the plot. ``layout.meta`` keeps finding and caption as plain text, and in
     pixels how the figure likes to be laid out on a page.
     """
-    title, subtitle = textwrap.wrap(finding, max_width // 9), textwrap.wrap(caption, max_width // 7)
+    width = min(max_width, TEXT_WIDTH)
+    title, subtitle = textwrap.wrap(finding, width // 9), textwrap.wrap(caption, width // 7)
     # Plotly moves a title of one line down by the height of its capitals, one of several lines not at all.
     above = 14 if len(title) == 1 else 25
     top = 24 + LINE_HEIGHT * (len(title) + len(subtitle)) + headroom
