@@ -31,7 +31,7 @@ def installed(monkeypatch):
 def test_backend_follows_the_tensor_not_what_is_installed(installed):
     installed("fla-core", "triton", "flash-attn-4")
     assert gdn_backend(CPU) == "torch" and gdn_backend(CUDA) == "fla"
-    assert fusion_backend(CPU) == "torch" and fusion_backend(CUDA) == "triton"
+    assert fusion_backend(CPU) == fusion_backend(CUDA) == "torch" and fusion_backend(CUDA, "triton") == "triton"
     assert attention_backend(CPU, HALF, 64) == "torch" and attention_backend(CUDA, HALF, 64) == "fa4"
     assert gdn_backend(CPU, "torch") == gdn_backend(CUDA, "torch") == "torch"
     assert gdn_backend(torch.device("mps")) == gdn_backend(torch.device("meta")) == fusion_backend(torch.device("mps")) == "torch"
@@ -121,7 +121,7 @@ def test_doctor_says_what_runs(installed, monkeypatch):
     assert doctor_lines() == {
         "linear heads": "fla on cuda; trains too",
         "full heads": "fa4 on cuda in half precision; not fa2: flash-attn is not installed",
-        "fusion": "triton on cuda",
+        "fusion": "torch on cuda",
     }
 
 
