@@ -16,6 +16,7 @@ from hydralens.detectors.rows import score_rows
 from hydralens.detectors.writes import output_weight, pull_back
 from hydralens.errors import InputError
 from hydralens.figures.heads import head_heatmap
+from hydralens.figures.saving import SETTINGS
 from hydralens.models.forward import trace
 from hydralens.models.lens import LensModel
 from hydralens.patching.pairs import Pair, check_heads, unpad
@@ -126,6 +127,11 @@ def head_explorer(model: LensModel, probes: Sequence[Probe], scores: HeadScores)
     first = scores.top(1)[0]
     strongest = max(float(effect.values.abs().nan_to_num().max()) for effect in all_probes(scores.made_from).values())
     figure = go.FigureWidget(head_heatmap(scores))
+    about = figure.layout.meta
+    # As HTML, title and caption wrap in a narrow window; in the figure they are drawn before the page can measure them, one on the other.
+    title = w.HTML(f'<div style="line-height:1.5"><b>{html.escape(about["finding"])}</b><br>{html.escape(about["caption"])}</div>')
+    figure.update_layout(title=None, margin={"t": 30}, height=about["height"] + 30)
+    figure._config = figure._config | SETTINGS
     figure.layout.shapes = [{"type": "rect", "line": {"color": "#d9722e", "width": 3}}]
     wide = {"layout": w.Layout(width="260px"), "style": {"description_width": "50px"}}
     narrow = {"layout": w.Layout(width="120px"), "style": {"description_width": "50px"}}
@@ -156,7 +162,8 @@ def head_explorer(model: LensModel, probes: Sequence[Probe], scores: HeadScores)
     for menu in (probe, pair, layer, head):
         menu.observe(show, "value")
     show()
-    return w.VBox([figure, w.HBox([layer, head, probe, pair]), prompt, w.HBox([effects, written], layout=w.Layout(flex_flow="row wrap"))])
+    wrap = {"layout": w.Layout(flex_flow="row wrap")}
+    return w.VBox([title, figure, w.HBox([layer, head, probe, pair], **wrap), prompt, w.HBox([effects, written], **wrap)])
 
 
 # --- HTML ----------------------------------------------------------------------------------------------------------
@@ -189,8 +196,8 @@ def _effects_html(effects: pd.DataFrame, strongest: float) -> str:
     for row in effects.itertuples():
         colour = "#2f7fd1" if row.effect >= 0 else "#d9722e"
         bar = f'<div style="width:{abs(row.effect) / strongest * 90:.0f}px;height:10px;background:{colour}"></div>'
-        interval = "" if row.n_pairs < 2 else f"[{row.ci_low:.3f}, {row.ci_high:.3f}]"
-        cells = (html.escape(row.probe), f"{row.effect:.3f}", interval, bar)
+        effect, low, high = (f"{round(value, 3) + 0.0:.3f}" for value in (row.effect, row.ci_low, row.ci_high))  # no minus before a zero
+        cells = (html.escape(row.probe), effect, "" if row.n_pairs < 2 else f"[{low}, {high}]", bar)
         rows.append("<tr>" + "".join(f'<td style="padding-right:12px">{cell}</td>' for cell in cells) + "</tr>")
     return f'<b>Effect on each probe</b> (95% interval over pairs)<table style="{_TABLE}">{"".join(rows)}</table>'
 
@@ -200,7 +207,8 @@ def _written_html(written: pd.DataFrame) -> str:
     cells = [(html.escape(repr(token)), f"{logit:+.2f}") for token, logit in written.itertuples(index=False)]
     raised, lowered = cells[:half], cells[half:][::-1]
     rows = "".join(
-        f'<tr><td>{up[0]}</td><td style="text-align:right;padding-right:24px">{up[1]}</td><td>{down[0]}</td><td style="text-align:right">{down[1]}</td></tr>'
+        f'<tr><td style="padding-right:12px">{up[0]}</td><td style="text-align:right;padding-right:24px">{up[1]}</td>'
+        f'<td style="padding-right:12px">{down[0]}</td><td style="text-align:right">{down[1]}</td></tr>'
         for up, down in zip(raised, lowered, strict=True)
     )
     return f'<b>Tokens it raises and lowers</b> (logits, directly)<table style="{_TABLE}">{rows}</table>'

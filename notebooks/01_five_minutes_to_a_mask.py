@@ -11,7 +11,7 @@
 #
 # Which attention heads of a language model look things up far back in the text? This notebook asks SmolLM2-135M, 270 heads, and writes the answer down as a head mask.
 #
-# Everything is small here, so that it runs in a minute on one core: two prompts a probe. Take eight or more for a result you want to rely on.
+# Everything is small here, so that it runs in about a minute on a CPU: two prompts a probe. Take eight or more for a result you want to rely on.
 
 # %%
 import hydralens as hl
@@ -26,18 +26,26 @@ model
 # another. Whatever brings the answer from the needle to the end of the prompt must differ between the two.
 
 # %%
-probes = hl.probes.retrieval(model, n_pairs=2, n_tokens=160, seed=0, shapes=("niah_single_2", "niah_multikey_1"), corruptions=("swap",))
+probes = hl.probes.retrieval(
+    model,
+    n_pairs=2,
+    n_tokens=160,
+    seed=0,
+    shapes=("niah_single_2", "niah_multikey_1"),
+    corruptions=("swap",),
+)
 print(probes[0])
 
 # %% [markdown]
 # ## Which heads does the answer need?
 #
-# `score_heads` asks what the mask would do: it limits every head to the first four tokens and a recent window, and measures how much of the answer that costs. The score of a head is its share of the cost.
+# `score_heads` asks what the mask would do: it limits every head to the first four tokens and a recent window, and measures how much of the answer that costs. The score of a head is its share of the cost, averaged over prompts, of which none counts below zero.
 # Direct effects are measured beside it: exchange the output of one head between clean and corrupt run, freeze all later attention, and see how far the answer follows.
 
 # %%
 scores = hl.score_heads(model, probes)
-scores.to_frame().query("capability == 'composite'").sort_values("rank").head(10)
+best = scores.to_frame().query("capability == 'composite'").sort_values("rank").head(10)
+best[["layer", "head", "kv_head", "score"]].round(3)
 
 # %% [markdown]
 # Look for the few dark cells: most heads do nothing for these prompts. Hover over a cell to see its score.
@@ -58,13 +66,21 @@ mask.array.sum(1)  # full heads in every layer
 # %% [markdown]
 # ## Does the mask mean anything?
 #
-# The preview limits all heads outside the mask to sinks and a window, without any training, and asks prompts that were not used for scoring. Beside it: as many random heads.
+# The preview limits all heads outside the mask to sinks and a window, without any training, and asks prompts that were not used for scoring: of the six, those whose needle lies beyond the window. Beside it: as many random heads.
 
 # %%
 from hydralens.validation import mask_preview, random_masks
 
-checks = hl.probes.retrieval(model, n_pairs=6, n_tokens=160, seed=100, shapes=("niah_single_2",), corruptions=("value",))
-mask_preview(model, {"selected": [mask.array], "random": random_masks(mask.array.shape, mask.n_full, 2)}, checks)
+checks = hl.probes.retrieval(
+    model,
+    n_pairs=6,
+    n_tokens=160,
+    seed=100,
+    shapes=("niah_single_2",),
+    corruptions=("value",),
+)
+masks = {"selected": [mask.array], "random": random_masks(mask.array.shape, mask.n_full, 2)}
+mask_preview(model, masks, checks).round(2)
 
 # %% [markdown]
 # `hydralens run` on the command line does all of this on every probe, with a report. Next: [are layers alike, and heads not?](02_block_wise_and_head_wise.ipynb)

@@ -40,7 +40,8 @@ hl.figures.block_similarity(layers, heads, structure)
 
 # %%
 print(structure.finding)
-print("blocks of layers:", structure.layers.spans, f"p = {structure.layers.p:.3f} against {structure.layers.against}")
+print("blocks of layers:", structure.layers.spans)
+print(f"p = {structure.layers.p:.3f} against {structure.layers.against}")
 print(f"heads of a layer: explained {structure.magnitudes.explained:.1%} of the variance")
 
 # %% [markdown]
@@ -53,7 +54,8 @@ from hydralens.similarity.blocks import layer_blocks
 
 for metric in ("output", "update", "cka"):
     ordered, beyond = layer_blocks(hl.layer_similarity(model, probes, metric=metric), n_draws=199)
-    print(f"{metric:8s} explained {ordered.explained:.0%}; beyond even drift {beyond.explained:.0%}, p = {beyond.p:.3f}")
+    says = f"explained {ordered.explained:.0%}; beyond even drift {beyond.explained:.0%}, p = {beyond.p:.3f}"
+    print(f"{metric:8s} {says}")
 
 # %% [markdown]
 # ## How different are the heads of a layer in what they do?

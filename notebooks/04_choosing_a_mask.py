@@ -22,7 +22,14 @@ from hydralens.statistics import agreement
 from hydralens.validation import mask_preview, random_masks
 
 model = hl.load_model("embedded")
-probes = hl.probes.retrieval(model, n_pairs=2, n_tokens=160, seed=0, shapes=("niah_single_2", "niah_multikey_1"), corruptions=("swap",))
+probes = hl.probes.retrieval(
+    model,
+    n_pairs=2,
+    n_tokens=160,
+    seed=0,
+    shapes=("niah_single_2", "niah_multikey_1"),
+    corruptions=("swap",),
+)
 scores = hl.score_heads(model, probes)
 
 # %% [markdown]
@@ -32,18 +39,19 @@ scores = hl.score_heads(model, probes)
 # part of the KV cache that survives. Heads share KV heads, so the same number of heads can keep very different numbers of bytes.
 
 # %%
-pd.DataFrame([selection_report(scores, hl.select_heads(scores, "7:1", rule=rule)) for rule in RULES]).set_index("rule")[
-    ["n_full", "cost", "layers_without_full", "kv_share"]
-]
+reports = [selection_report(scores, hl.select_heads(scores, "7:1", rule=rule)) for rule in RULES]
+columns = ["n_full", "cost", "layers_without_full", "kv_share"]
+pd.DataFrame(reports).set_index("rule")[columns].round(3)
 
 # %% [markdown]
 # ## Ratios
 
 # %%
-rows = []
+rows, total = [], float(scores.composite.sum())
 for ratio in ("1:1", "3:1", "7:1", "15:1", "31:1"):
     report = selection_report(scores, hl.select_heads(scores, ratio))
-    rows.append({"ratio": ratio, "heads": report["n_full"], "score kept": report["score_kept"], "KV heads": f"{report['kv_share']:.0%}"})
+    shares = {"score kept": f"{report['score_kept'] / total:.0%}", "KV heads": f"{report['kv_share']:.0%}"}
+    rows.append({"ratio": ratio, "heads": report["n_full"]} | shares)
 pd.DataFrame(rows)
 
 # %% [markdown]
@@ -52,23 +60,31 @@ pd.DataFrame(rows)
 # Ten head scores of other projects have the same interface. Three that look at attention only, on the same probes:
 
 # %%
-rivals = {name: hl.score_heads(model, probes, method=name) for name in ("attention_mass", "copy_paste", "headkv")}
+names = ("attention_mass", "copy_paste", "headkv")
+rivals = {name: hl.score_heads(model, probes, method=name) for name in names}
 k = hl.select_heads(scores, "7:1").n_full
 pd.DataFrame(
     {name: asdict(agreement(scores.composite, own.composite, k)) for name, own in rivals.items()},
     index=["top_k_overlap", "spearman"],
-)
+).round(2)
 
 # %% [markdown]
-# They agree in part. What matters is which heads keep retrieval when all the others are limited, on prompts that were not used for scoring. A dozen prompts are a hint only:
-# `analyses/best_mask.py` asks hundreds.
+# They agree in part. What matters is which heads keep retrieval when all the others are limited, on prompts that were not used for scoring. Of the six made here, those whose needle lies
+# beyond the window are asked. So few prompts are a hint only: `analyses/best_mask.py` asks hundreds.
 
 # %%
-checks = hl.probes.retrieval(model, n_pairs=6, n_tokens=160, seed=100, shapes=("niah_single_2",), corruptions=("value",))
+checks = hl.probes.retrieval(
+    model,
+    n_pairs=6,
+    n_tokens=160,
+    seed=100,
+    shapes=("niah_single_2",),
+    corruptions=("value",),
+)
 masks = {"restriction": [hl.select_heads(scores, "15:1").array]}
 masks |= {name: [hl.select_heads(own, "15:1").array] for name, own in rivals.items()}
 masks |= {"random": random_masks(masks["restriction"][0].shape, int(masks["restriction"][0].sum()), 1)}
-mask_preview(model, masks, checks)
+mask_preview(model, masks, checks).round(2)
 
 # %% [markdown]
 # ## Keep it

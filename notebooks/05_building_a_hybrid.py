@@ -97,9 +97,11 @@ hl.figures.head_heatmap(effect, mask)
 
 # %%
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 import hydralens.hybrid  # makes the class known to transformers
 
+logging.disable_progress_bar()
 with tempfile.TemporaryDirectory() as folder:
     hybrid.save_pretrained(folder)
     print(sorted(path.name for path in Path(folder).iterdir()))

@@ -67,8 +67,9 @@ def explored():
 
 def test_the_planted_head_is_chosen_first_and_seen_at_work(explored):
     model, probes, scores = explored
-    figure, menus, prompt, tables = widgets.head_explorer(model, probes, scores).children
+    title, figure, menus, prompt, tables = widgets.head_explorer(model, probes, scores).children
     layer, head, probe, pair = menus.children
+    assert figure.layout.meta["finding"] in title.value and figure.layout.title.text is None
     assert (layer.value, head.value) == RETRIEVER and probe.value == probes[0].label
     assert "looks from the framed token at the needle (underlined) with 100% of its attention" in prompt.value
     effects, written = (table.value for table in tables.children)

@@ -48,7 +48,8 @@ def head_heatmap(scores: HeadScores | HeadEffects | Float[Tensor, "layer head"],
         case HeadEffects():
             values, name, text = scores.values, quantity(scores), None
             what = f"effect on {scores.probe}" if scores.probe else "effect"
-            settings = f"{measurement(scores)}, corruption {scores.corruption or 'unnamed'}"
+            measured = measurement(scores)
+            settings = f"{measured[0].upper()}{measured[1:]}, corruption {scores.corruption or 'unnamed'}"
             caption = f"{settings}; mean of {count(scores.n_pairs, 'pair')}, 95% bootstrap interval on hover."
             group = 1 if scores.component in ("k", "v") else scores.n_heads // scores.n_kv_heads
             extra = [_kv_heads(values.shape, group), *map(array, interval(scores))]

@@ -11,6 +11,8 @@ GRID = "rgba(128,128,128,0.22)"
 CLEAR = "rgba(0,0,0,0)"
 BLUE, ORANGE, GREY = "#2f7fd1", "#d9722e", "#8c8c8c"
 LINE_HEIGHT = 20
+# Where the bar of buttons is shown, as in notebooks, all of them would lie on the title; dragging zooms and a double click goes back.
+HIDDEN_BUTTONS = ["zoom", "pan", "select", "lasso", "zoomin", "zoomout", "autoscale", "sendChartToCloud"]
 TEXT_WIDTH = 720  # plotly wraps no text, and the output of a notebook is often narrower than the figure could be
 
 
@@ -43,6 +45,7 @@ def finish(
         font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12, "color": INK},
         paper_bgcolor=CLEAR,
         plot_bgcolor=CLEAR,
+        modebar={"remove": HIDDEN_BUTTONS, "bgcolor": CLEAR, "color": INK, "activecolor": BLUE},
         hoverlabel={"bgcolor": "#1f2430", "bordercolor": "#1f2430", "font": {"color": "#f4f4f4", "size": 13}},
         margin={"l": 56, "r": 16, "t": top, "b": 48},
         height=height + top,

@@ -50,7 +50,7 @@ def test_an_interventions_map_shows_its_own_interval_and_for_v_its_kv_heads():
     assert fig.data[0].customdata[2, 1] == pytest.approx((1, float(low[2, 1]), float(high[2, 1])))
     assert fig.layout.xaxis.title.text == "KV head"
     assert fig.layout.meta["finding"] == "1 head of layer 2 carries half of the effect on needle"
-    assert "direct effect of v, noise" in fig.layout.meta["caption"]
+    assert "Direct effect of v, noise" in fig.layout.meta["caption"]
 
 
 def test_impossible_paths_stay_empty():
