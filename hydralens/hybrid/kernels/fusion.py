@@ -196,8 +196,8 @@ def fuse(
     Args:
         full: outputs of the softmax heads, with any strides but that of channels, which is 1; there may be no such heads.
         linear: outputs of the linear heads, likewise and of the same type.
-        place: where each head of the result stands among ``full``'s heads followed by ``linear``'s.
-        gamma: scale of each head of the result, per channel or one.
+        place: where each head of the result stands among ``full``'s heads followed by ``linear``'s; contiguous.
+        gamma: scale of each head of the result, per channel or one; contiguous.
         full_gate, linear_gate: logits of the gate after the norm, per channel or one a row; None: no gate.
         eps: added to the mean square.
 
@@ -227,6 +227,9 @@ def check(full: Tensor, linear: Tensor, place: Tensor, gamma: Tensor, full_gate:
     for name, x in (("full", full), ("linear", linear), ("full_gate", full_gate), ("linear_gate", linear_gate)):
         if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"{name} has strides {x.stride()}; the last must be 1")
+    for name, x in (("place", place), ("gamma", gamma)):
+        if not x.is_contiguous():
+            raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
 
 
 def strided(x: Tensor | None) -> tuple | None:

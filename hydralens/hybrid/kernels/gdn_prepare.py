@@ -406,7 +406,7 @@ def backward(
             maxnreg=BACKWARD_REGISTERS,
             **constant,
         )
-    d_A_log, d_dt_bias = d_gates.sum(0)
+    d_A_log, d_dt_bias = (d_gates[:, index].sum(0) for index in range(2))  # results of an operator must not share memory
     weights = (q.new_empty(0) if weight is None else d_weights[:, index].sum(0).to(weight.dtype) for index, weight in enumerate((q_weight, k_weight)))
     return d_q, d_k, d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype), *weights
 

@@ -127,7 +127,7 @@ def step(
         raise ValueError(f"state is {list(state.shape)} {state.dtype} with strides {state.stride()}, expected {expected}, float32 and contiguous")
     if v.shape[:2] != q.shape[:2] or (v.shape[-1] > 1 and v.stride(-1) != 1):
         raise ValueError(f"v is {list(v.shape)} with strides {v.stride()}, expected {list(q.shape[:2])} and its channels, of stride 1")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, a, b, A_log, dt_bias, state)):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, a, b, A_log, dt_bias, state, q_weight, k_weight)):
         raise ValueError("a decoded token has no backward; call under torch.no_grad()")
     return torch.ops.hydralens.gdn_step.default(q, k, v, a, b, A_log, dt_bias, cos, sin, state, q_weight, k_weight, eps, negative_eigenvalues)
 
