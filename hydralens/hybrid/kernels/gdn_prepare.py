@@ -46,13 +46,20 @@ def dot(x1, x2, y1, y2):
 
 
 @triton.jit
-def to_unit(x1, x2, w1, w2, cos, sin, eps, D: tl.constexpr):
-    """QK-norm where there are weights, RoPE where there are tables, and length 1."""
+def norm_and_turn(x1, x2, w1, w2, cos, sin, eps, D: tl.constexpr):
+    """QK-norm where there are weights, RoPE where there are tables."""
     if w1 is not None:
         rms = tl.rsqrt(dot(x1, x2, x1, x2) / D + eps)
         x1, x2 = x1 * rms * w1, x2 * rms * w2
     if cos is not None:
         x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return x1, x2
+
+
+@triton.jit
+def to_unit(x1, x2, w1, w2, cos, sin, eps, D: tl.constexpr):
+    """``norm_and_turn``, and length 1."""
+    x1, x2 = norm_and_turn(x1, x2, w1, w2, cos, sin, eps, D)
     scale = tl.rsqrt(dot(x1, x2, x1, x2) + 1e-6)
     return x1 * scale, x2 * scale
 
